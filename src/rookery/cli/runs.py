@@ -1,4 +1,4 @@
-"""`rookery runs list | show | resume | export`, and `rookery ui`: a page over all runs."""
+"""`rookery runs list | show | resume | export`, and `rookery ui`: a page of all runs."""
 
 import json
 from datetime import datetime
@@ -121,8 +121,8 @@ def resume(
     runs_dir
         Where runs are kept.
     rescore
-        Score the recorded answers again: all of them when a scorer changed, else those without a
-        reward. They are not drawn again.
+        Score the recorded answers again: all if a scorer changed, else those without a reward. No
+        answer is drawn again.
     """
     from rookery.compose import kinds
 
@@ -151,7 +151,7 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 
 def _find(path: Path, runs_dir: Path) -> Path:
-    """By its folder, or by its name: another folder that is called so hides no run."""
+    """Find a run by folder or name. A run takes precedence over another folder of the same name."""
     from rookery.runs.run_folder import EVENTS
 
     here, named = expanded(path), runs_dir / path
@@ -161,7 +161,7 @@ def _find(path: Path, runs_dir: Path) -> Path:
 
 
 def _result(path: Path) -> str:
-    """The number that the run is about; empty before it has one."""
+    """Return the main number of the run's report; empty without a report."""
     from rookery.errors import RunError
     from rookery.ui.headline import short_result
 
@@ -185,7 +185,7 @@ def ui(
     service: str = "",
     export: Annotated[tuple[Path, Path] | None, Parameter(name="--export")] = None,
 ) -> int:
-    """Serve a page over the runs of a folder, live and read-only; Ctrl-C ends it.
+    """Serve a live, read-only page of the runs in a folder until Ctrl-C.
 
         rookery ui
         rookery ui runs --port 7700
@@ -197,17 +197,17 @@ def ui(
     runs_dir
         Where runs are kept.
     port
-        The port; 7700 where that is free, else any.
+        The port to listen on; by default 7700 or, if that is taken, any free one.
     host
-        The address to listen on. Beyond this machine a key is needed.
+        The address to listen on. An address that other machines reach needs a key.
     key
-        What a visitor has to know, at least 16 characters; by default the printed address has one.
+        The key that visitors need, at least 16 characters; by default the printed URL holds one.
     fleet
-        Servers to show, by their addresses; by default those that your pools started here.
+        URLs of servers to show; by default those that you started on this machine.
     service
-        The address of a service to show, and to sample from with a tenant's key.
+        The URL of a service to show, and to sample from with a tenant's key.
     export
-        A run, by its folder or its name, and the HTML file to write: it opens offline.
+        A run (folder or name) and an HTML file to write, which opens offline.
     """
     log_warnings()
     if export is not None:

@@ -15,7 +15,7 @@ __all__ = [
     "serve",
 ]
 
-# `rookery keys add | list | remove`: who may use the service.
+# `rookery keys add | list | remove`.
 
 
 keys = cyclopts.App(name="keys", help="Make, list and remove keys of the service.")
@@ -25,14 +25,14 @@ _File = Annotated[Path | None, Parameter(name="--file")]
 
 @keys.command
 def add(name: str, *, file: _File = None) -> int:
-    """Make a key for a tenant and print it; it is not shown again.
+    """Make a key for a tenant and print it once.
 
         rookery keys add ada
 
     Parameters
     ----------
     name
-        The tenant. Several keys of one name are of one tenant.
+        The tenant. A tenant may have several keys.
     file
         The key file; by default the one that `rookery serve` reads.
     """
@@ -45,7 +45,7 @@ def add(name: str, *, file: _File = None) -> int:
 
 @keys.command(name="list")
 def show(*, file: _File = None) -> int:
-    """List the tenants that have keys, and when those were made.
+    """List the tenants with keys, and when each key was made.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def show(*, file: _File = None) -> int:
 
 @keys.command
 def remove(name: str, *, file: _File = None) -> int:
-    """Remove all keys of a tenant; a running service refuses them at once.
+    """Remove all keys of a tenant. A running service refuses them at once.
 
     Parameters
     ----------
@@ -85,10 +85,10 @@ def serve(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
 ) -> int:
-    """Serve sampling and training to clients of the tinker SDK, to OpenAI clients and plain HTTP.
+    """Serve sampling and training to the tinker SDK, OpenAI clients and plain HTTP.
 
-    Any value of the config is a flag with a dotted name. Ctrl-C ends it; started again, it goes on
-    with everything its clients had sent.
+    Any value of the config is a flag with a dotted name. Ctrl-C ends the service. After a restart
+    it continues with all requests that clients had sent.
 
         rookery keys add ada
         rookery serve configs/serve.yaml
@@ -97,8 +97,8 @@ def serve(
     Parameters
     ----------
     config
-        A YAML or TOML file; paths in it are relative to it, and run:NAME/PART is what a run in
-        runs/ left.
+        A YAML or TOML file; paths in it are relative to it. run:NAME/PART refers to the output of a
+        run in runs/.
     """
     from rookery.compose.serve import ServeConfig
     from rookery.compose.serve import serve as run_service

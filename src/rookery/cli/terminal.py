@@ -1,4 +1,4 @@
-"""What the commands share: the console, error lines, warnings, and flags that change a config."""
+"""Shared by the commands: the console, error lines, warnings, and flags that change a config."""
 
 import difflib
 import fnmatch
@@ -48,31 +48,29 @@ __all__ = [
 ]
 
 FUNCTIONS = ("*.function",)
-"""Flags that name a Python function, of any command."""
+"""Flags of any command that name a Python function."""
 ELSEWHERE = ("run:", "generated:", "hf://")
-"""How values of flags begin that name a file or a taskset by something else than its path."""
+"""Prefixes of flag values that name a file or a taskset other than by its path."""
 
 console = PlainConsole()
 display = Display()
 
 
 def fail(sentence: str) -> None:
-    """One error line on stderr."""
+    """Print one error line on stderr."""
     display.fail(sentence)
 
 
 def say(line: str) -> None:
-    """A line of text as it is: neither coloured nor wrapped."""
+    """Print a line as it is, without colours and wrapping."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def check_flags(
     overrides: Sequence[str], *, fields: Collection[str], own_flags: Sequence[str]
 ) -> None:
-    """Refuse a misspelt flag of the command itself, which the config would not know how to spell.
-
-    `--rezume` of a command with `--resume` reaches its config as an override.
-    """
+    """Refuse a misspelt flag of the command itself, which the config could not correct. For a
+    command with `--resume`, `--rezume` would otherwise reach its config as an override."""
     for key, _ in parse_overrides(overrides):
         head = key.partition(".")[0].replace("-", "_")
         near = difflib.get_close_matches(head, [*fields, *own_flags], n=1)
@@ -82,11 +80,8 @@ def check_flags(
 
 
 def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[str]:
-    """The flags, those that match `paths` taken from the current folder, as a shell completes them;
-    so are the files of functions (`file.py:function`).
-
-    Paths inside a config are relative to it, and a flag becomes a part of the config.
-    """
+    """Make flags that match `paths`, and files of functions (`file.py:function`), absolute: shells
+    complete paths from the current folder, but paths in a config are relative to its file."""
     return [f"--{key}={_from_here(key, text, paths)}" for key, text in parse_overrides(overrides)]
 
 
@@ -111,7 +106,7 @@ def _is_any(key: str, patterns: Sequence[str]) -> bool:
 
 
 def log_warnings() -> None:
-    """Warnings as lines on stderr, whatever else is logged to files."""
+    """Print warnings as lines on stderr."""
     handler = RichHandler(
         logging.WARNING, console=PlainConsole(stderr=True), show_path=False, show_time=False
     )
@@ -122,11 +117,11 @@ def log_warnings() -> None:
     )
 
 
-# The end of a run on the terminal: its headline, its table, where things are, the exit code.
+# The end of a run: headline, table, paths, exit code.
 
 
 def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
-    """Print what a run found; the exit code is 2 when something of it failed."""
+    """Print the result of a run. Returns the exit code: 2 if tasks or entrants failed."""
     report = outcome.report
     if as_json:
         console.print_json(report.model_dump_json(exclude_none=True))
@@ -182,7 +177,7 @@ def _print_grpo(report: "GrpoReport", path: Path) -> None:
 
 
 def _print_sampled(rows: "Sequence[ReportRow | ModelRow]") -> None:
-    """What answers that were drawn at random came to, if there are any."""
+    """Print the results of randomly drawn answers, if there are any."""
     from rookery.ui import wording
 
     if cells := wording.sampled_rows(rows):
@@ -217,7 +212,7 @@ def _print_evolve(report: "EvolveReport", path: Path) -> None:
 
 
 def _print_loop(report: "Report", path: Path, places: Mapping[str, Path] = {}) -> None:
-    """What the page says at its top, and where things are."""
+    """Print the summary of the run's page, and paths."""
     from rookery.ui.summary import summarize
 
     summary = summarize(report)
@@ -231,7 +226,7 @@ def _print_loop(report: "Report", path: Path, places: Mapping[str, Path] = {}) -
 
 
 def _printable(text: str) -> str:
-    """Names of models come from servers: no escape sequence of theirs reaches the terminal."""
+    """Remove escape sequences: names of models come from servers."""
     return "".join(char for char in text if char.isprintable())
 
 
@@ -303,7 +298,7 @@ def _print_sft(report: "SftReport", path: Path) -> None:
 
 
 def _fail_if_tasks_failed(report: "EvaluationReport") -> int:
-    """A line for each model with tasks that failed, and the exit code."""
+    """Print a line for each model with failed tasks. Returns the exit code."""
     failures = [row for row in report.models if row.num_failed]
     for row in failures:
         fail(f"{row.name}: {row.num_failed} tasks failed. {row.first_error}")

@@ -1,20 +1,21 @@
-"""From a config to a finished run, once for all callers: scripts, notebooks, the command line.
+"""Turn a config into a finished run, for scripts, notebooks and the command line.
 
     outcome = run_genome("mine.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
-running.py                      how every run is planned, opened and reported
-inputs.py                       what runs are started on, as digests
-kinds.py                        which kinds there are; an interrupted run goes on
-loop.py                         a loop that needs no assembly of its own, as a kind of run
-genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page
-grpo/                           the same; setup.py: all that a config names and means
-pipeline.py                     loops that feed each other, as one run
-evolve.py, evolve_inputs.py     the same for programs and prompts
+running.py                      plans, opens, resumes and reports every run
+inputs.py                       digests of the inputs that a run starts on
+kinds.py                        finds a kind of run by name; resumes an interrupted run
+loop.py                         runs a loop that needs no assembly of its own
+genome, icm, evaluation, sft    one file each: config -> objects -> loop -> report and page
+grpo/                           the same; setup.py reads the config and decides what it means
+league/                         every loop under one budget, on one taskset, ranked
+pipeline.py, steps.py           loops that feed each other, as one run
+evolve.py, evolve_inputs.py     evolution of programs and prompts
 proposers.py, engine_models.py  the models that write programs
-serve.py, http_server.py        the service and the server it answers on
+serve.py, http_server.py        the service and its HTTP server
 
-Each is imported by itself: a loop loads what it needs and no more.
+Import each module directly: it loads only what its loop needs.
 """
 
 __all__ = ["KINDS"]
@@ -29,5 +30,5 @@ KINDS = {
     "pipeline": "rookery.compose.pipeline:PIPELINE",
     "sft": "rookery.compose.sft:SFT",
 }
-"""The kinds of runs by name: a `RunKind`, or a `Loop` that needs no assembly of its own. Each
-imports its loop when it is needed; one without a command of its own gets `rookery KIND run`."""
+"""Kinds of runs by name: a `RunKind`, or a `Loop` that needs no assembly of its own. Each imports
+its loop on first use. A kind without a command of its own gets `rookery KIND run`."""

@@ -19,11 +19,11 @@ from rookery.types import Adapter, Datum
 __all__ = ["Forget", "end_token", "forget_states", "open_training", "sft_elsewhere"]
 
 Forget = Callable[[Path], Awaitable[None]]
-"""Deletes the states on the service that the files in a folder name: nobody goes on from them."""
+"""Deletes the training states on the service that the files in a folder name."""
 
 
 def end_token(folder: Path) -> int | None:
-    """What ends an answer of the model, whose weights are not read."""
+    """Return the token that ends an answer, from the config files. Reads no weights."""
     config = require_decoder(folder)
     with boundary(ModelError, f"The generation config in {folder} cannot be read"):
         is_there = (folder / "generation_config.json").is_file()
@@ -46,7 +46,7 @@ async def open_training(
     base: str,
     init: Adapter | None,
 ) -> AsyncIterator[tuple[SftTraining, Forget]]:
-    """A training of an adapter that begins as in this process, refused where it cannot begin."""
+    """Open a training on the service. It starts like a local one, and refuses too long rows."""
     async with open_client(service, has_last_states=True) as client:
         engine, trainer = client.engine, client.trainer
         longest = max((len(input_tokens(datum)) for datum in data), default=0)
@@ -78,7 +78,7 @@ async def sft_elsewhere(
     checkpoints: Path | None = None,
     on_step: Callable[[SftStep], None] | None = None,
 ) -> Adapter:
-    """As `rookery.train.sft.sft`. States of `checkpoints` stay on the service for who goes on."""
+    """Run `rookery.train.sft.sft` on a service. States in `checkpoints` stay there for a resume."""
     async with open_training(service, data, config, name=name, base=base, init=init) as (
         training,
         _,
@@ -87,12 +87,11 @@ async def sft_elsewhere(
 
 
 async def forget_states(service: ServiceClientConfig, folder: Path) -> None:
-    """Delete those of trainings that kept their states in the folder."""
+    """Delete the states on the service that the folder's checkpoints name."""
     if states := await asyncio.to_thread(states_in, folder):
         async with open_client(service) as client:
             await client.trainer.forget(states)
 
 
 def states_in(folder: Path) -> list[str]:
-    """The states on a service that files in the folder name."""
     return [state for path in sorted(folder.glob("*.safetensors")) for state in read_states(path)]

@@ -1,5 +1,4 @@
-"""The models of an engine of ours: the base, each adapter, and those that an evolution trains
-(`rookery.learn`). Needs torch."""
+"""Models of our own engine for an evolution: base, adapters, and those of `rookery.learn`."""
 
 import asyncio
 import gc
@@ -48,11 +47,11 @@ __all__ = ["OwnEngine", "open_engine_models", "read_engine"]
 
 OnStep = Callable[[SftStep], None]
 PASS_TOKENS = 2048
-"""Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
+"""Maximum tokens in one training pass. Small, because the servers hold most of the GPU memory."""
 
 
 class _Section(Config):
-    """What `rookery` says of the engine."""
+    """Keys of `rookery` that describe the engine."""
 
     engine: EngineChoice
     adapters: dict[str, Path] = Field(default_factory=dict)
@@ -61,19 +60,19 @@ class _Section(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnEngine:
-    """All that `rookery` names of the engine, read, before it is opened."""
+    """Everything the section `rookery` names for the engine, read before the engine is opened."""
 
     config: AnyEngineConfig
     adapters: dict[str, Adapter]
     folder: ModelFolder
     template: Template
     answerer: str | None
-    """The model that answers tasks, `base` or an adapter; None: there are none."""
+    """The model that answers tasks: `base` or an adapter. None: there are no tasks."""
     learn: LearnConfig | None
 
 
 def read_engine(config: RookeryConfig) -> OwnEngine:
-    """Refuses what can be refused before an engine is opened."""
+    """Read the engine's inputs. Finds every error that does not need the open engine."""
     quiet_libraries()
     document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
     section = parse_config(_Section, document, origin="the section rookery")
@@ -96,29 +95,30 @@ def read_engine(config: RookeryConfig) -> OwnEngine:
 
 @asynccontextmanager
 async def open_engine_models(
-    own: OwnEngine, names: Collection[str], display: Display
+    engine_inputs: OwnEngine, names: Collection[str], display: Display
 ) -> AsyncIterator[Models]:
-    """Those of `names`, `base` or adapters, to propose, who answers tasks, and who trains further
-    ones. What the engine refuses it refuses before it is asked."""
-    async with open_shown_engine(own.config, display) as engine:
+    """Open the engine and load all adapters. The yielded models are `names` (`base` or adapters) as
+    proposers, the model that answers tasks, and the trainer of further adapters. Errors of the
+    engine are raised before the first request."""
+    async with open_shown_engine(engine_inputs.config, display) as engine:
         refs = {"base": engine.base}
-        for name, adapter in own.adapters.items():
+        for name, adapter in engine_inputs.adapters.items():
             refs[name] = await engine.load(adapter)
-        ask = partial(EngineTextModel, engine, template=own.template)
+        ask = partial(EngineTextModel, engine, template=engine_inputs.template)
         models: dict[str, TextModel] = {name: ask(model=refs[name]) for name in names}
         learner = None
-        if own.learn is not None:
-            await _require_loading(engine, own.learn)
-            learner = _EngineLearner(engine, own, own.learn)
+        if engine_inputs.learn is not None:
+            await _require_loading(engine, engine_inputs.learn)
+            learner = _EngineLearner(engine, engine_inputs, engine_inputs.learn)
         answerer = None
-        if own.answerer is not None:
-            ref = refs[own.answerer]
-            answerer = Answerer(sampler=engine, model=ref, template=own.template)
+        if engine_inputs.answerer is not None:
+            ref = refs[engine_inputs.answerer]
+            answerer = Answerer(sampler=engine, model=ref, template=engine_inputs.template)
         yield Models(models=models, learner=learner, answerer=answerer)
 
 
 async def _require_loading(engine: Engine, config: LearnConfig) -> None:
-    """Load an adapter as a training would make it, which changes nothing, and forget it."""
+    """Load and unload a zero adapter of the shape that training makes."""
     try:
         layers = tuple(
             LayerShape(name, *size)
@@ -137,24 +137,24 @@ async def _require_loading(engine: Engine, config: LearnConfig) -> None:
 
 
 def _free_memory() -> None:
-    """Of a model that is gone: torch keeps a GPU's memory for itself."""
+    """Return the GPU memory of a deleted model: torch caches it otherwise."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class _EngineLearner:
-    """Trains on a copy of the engine's model, which is in memory only meanwhile, or on the service
-    that the engine is."""
+    """Trains on the service if that is the engine, else on a copy of the engine's model. The copy
+    is in memory only during training."""
 
-    def __init__(self, engine: Engine, own: OwnEngine, config: LearnConfig) -> None:
+    def __init__(self, engine: Engine, engine_inputs: OwnEngine, config: LearnConfig) -> None:
         self._engine = engine
         self._config = config
-        self._service = own.config if own.config.type == "service" else None
-        self._place = trainer_place(own.config)
-        """The device and the type of the copy."""
-        self._folder = own.folder
-        self._template = own.template
+        self._service = engine_inputs.config if engine_inputs.config.type == "service" else None
+        self._place = trainer_place(engine_inputs.config)
+        """Device and dtype of the copy."""
+        self._folder = engine_inputs.folder
+        self._template = engine_inputs.template
         self._opened: dict[str, _LearnedModel] = {}
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
@@ -205,7 +205,7 @@ class _EngineLearner:
         return adapter, data
 
     def _data(self, lessons: Sequence[Lesson], *, end_token: int | None) -> list[Datum]:
-        """An answer that the tokenizer cannot write is left out."""
+        """Return training rows, without answers that the tokenizer cannot encode."""
         data = []
         for lesson in lessons:
             prompt = (
@@ -227,7 +227,7 @@ class _EngineLearner:
 
 
 class _LearnedModel:
-    """An adapter in a folder as a text model: loaded when it is asked."""
+    """An adapter folder as a text model. The adapter is loaded at its first request."""
 
     def __init__(self, engine: Engine, folder: Path, *, template: Template) -> None:
         self._engine = engine

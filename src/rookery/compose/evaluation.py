@@ -1,4 +1,4 @@
-"""`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
+"""`evaluate`: measures a model and its adapters on a taskset, with intervals."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -66,15 +66,15 @@ __all__ = [
 Completed = TypeVar("Completed", bound=EvaluationReport)
 Split = Literal["all", "search", "select", "report"]
 BASE = "base"
-"""The model without an adapter, as the report calls it."""
+"""Name of the model without an adapter in reports."""
 SHOWN_TASKS = 200
-"""Tasks whose answers are on the page: more are not read there."""
+"""Maximum number of tasks whose answers are on the page."""
 SHOWN_CHARACTERS = 2000
-"""Of an answer there."""
+"""Maximum length of an answer on the page, in characters."""
 
 
 class EvaluationConfig(Config):
-    """What one evaluation measures."""
+    """Config of an evaluation."""
 
     model: str
     """A Hugging Face id, a local folder, or `smollm2`."""
@@ -83,20 +83,20 @@ class EvaluationConfig(Config):
     adapters: tuple[str, ...] = ()
     """PEFT folders to measure beside the model."""
     split: Split = "all"
-    """Which part of the taskset to answer."""
+    """The part of the taskset to answer."""
     limit: int | None = Field(default=None, ge=1)
     """Answer at most this many tasks of the split; null: all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU when there is one."""
+    """The device to compute on; `auto` takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on the CPU and the model's own type on a GPU."""
     weights: Literal["auto", "int4"] = "auto"
-    """`int4` rounds those of linear layers to 4 bit, as `weights` of the embedded engine."""
+    """`int4` rounds the weights of linear layers to 4 bit, as in the embedded engine."""
     report: ReportConfig = ReportConfig()
-    """`{samples: 8}` draws answers to each task besides, for pass@k: at the temperature of the
-    taskset's `sampling`, or at 1 where that is greedy."""
+    """`{samples: 8}` also draws 8 answers to each task, for pass@k. The temperature is that of the
+    taskset's `sampling`, or 1 if that is greedy."""
     fleet: FleetConfig | None = None
-    """The servers to run on; null: this process computes."""
+    """The servers to run on; null: run in this process."""
     engine: ServiceClientConfig | None = None
     """A service to run on (`{type: service, url: ...}`); `model` is then read for its tokenizer."""
 
@@ -112,7 +112,7 @@ class EvaluationConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> Self:
-        """Paths to what is there become absolute: a run is resumed from any folder."""
+        """Make existing paths absolute, so that a run resumes from any folder."""
         is_short = self.model.lower() == "smollm2"
         return self.model_copy(
             update={
@@ -133,10 +133,10 @@ def evaluate(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[EvaluationReport]:
-    """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
+    """Measure a model and its adapters on a taskset: accuracy with a 95 % interval each.
 
     `evaluate("smollm2", "tasks.jsonl", adapters=["out/poet"])`; `values` are split, limit, device,
-    dtype, weights, report and fleet (its config).
+    dtype, weights, report, fleet (its config) and engine.
     """
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
@@ -153,10 +153,8 @@ def evaluate(
 
 
 def anchored(name: str, folder: Path) -> str:
-    """A path to something that is there, made absolute; any other name as it is.
-
-    A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
-    """
+    """Make an existing path absolute; return any other name unchanged. The name may end with
+    options of a taskset's file: `rows.jsonl?bad_rows=skip`."""
     end = options_start(name, folder)
     path = folder / os.path.expanduser(name[:end])
     return f"{path.absolute()}{name[end:]}" if end and os.path.exists(path) else name
@@ -164,18 +162,18 @@ def anchored(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Everything an evaluation reads, checked before the run is made."""
+    """All inputs of an evaluation, checked before the run is created."""
 
     taskset: Taskset
     tasks: tuple[Task, ...]
     adapters: list[Adapter]
     folder: Path
-    """Of the model."""
+    """The model's folder."""
     template: Template
 
 
 def read_inputs(config: EvaluationConfig) -> _Inputs:
-    """All of it, or an error for what cannot be measured."""
+    """Read all inputs. Raises an error for one that cannot be measured."""
     taskset = load_taskset_file(config.taskset)
     tasks = taskset.split(config.split)[: config.limit]
     if not tasks:
@@ -196,7 +194,7 @@ def find_inputs(inputs: _Inputs) -> RunInputs:
 
 
 def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig:
-    """One that takes adapters of these ranks."""
+    """Return the engine's config with room for adapters of these ranks."""
     fleet = config.fleet
     if config.engine is not None:
         return config.engine
@@ -225,8 +223,8 @@ def plan_evaluation(
     names: Sequence[str],
     complete: Callable[[EvaluationReport], Completed],
 ) -> RunPlan[Completed]:
-    """The measurement of a model and its adapters, which the report calls by these names;
-    `complete` makes the report that is written."""
+    """Plan the measurement of a model and its adapters, called `names` in the report. `complete`
+    turns the evaluation into the report that is written."""
     inputs = read_inputs(config)
     return RunPlan(
         inputs=find_inputs(inputs),
@@ -301,7 +299,7 @@ async def _measure(
             seed=0,
         )
     earned = {reward for each in evaluations for reward in each.rewards.values()}
-    groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # found in the run's log
+    groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # read from the run's log
     return EvaluationReport(
         run=run.name,
         model=config.model,
@@ -328,12 +326,12 @@ def _warnings(config: EvaluationConfig, taskset: Taskset, engine: Engine) -> tup
 
 
 def _tokens(evaluator: TasksetEvaluator, counts: Mapping[str, int]) -> dict[str, int]:
-    """What the engine counted; it knows nothing of a process before this one."""
+    """Return the token counts of the engine or, after a resume, of the evaluator."""
     return dict(counts) or {"asked_and_answered": evaluator.num_tokens}
 
 
 def _answered(groups: Sequence[Group], *, names: Sequence[str]) -> tuple[TaskRecord, ...]:
-    """The tasks with an answer of each model; `groups` has all tasks of a model together."""
+    """Return the tasks with each model's answer. `groups` are ordered by model, then by task."""
     num_tasks = len(groups) // len(names)
     return tuple(
         TaskRecord(
@@ -354,7 +352,7 @@ def _answer(name: str, rollout: Rollout) -> AnswerRecord:
 
 
 def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The folders' names where they tell the adapters apart, else their paths."""
+    """Return the folder names of the adapters, or their paths if names are not unique."""
     names = tuple(Path(path).name for path in paths)
     return names if len({BASE, *names}) == len(names) + 1 else paths
 
@@ -366,10 +364,8 @@ def model_row(
     tasks: tuple[Task, ...],
     earned: Collection[float],
 ) -> ModelRow:
-    """One model's line: mean with interval, and the paired difference to the base model.
-
-    `earned` is what any of the models has earned for any task.
-    """
+    """Return a model's row: mean with interval, and the paired difference to the base model.
+    `earned` holds every reward that any of the models earned for any task."""
     scored = [t for t in tasks if t.id in evaluation.rewards]
     rewards = [evaluation.rewards[t.id] for t in scored]
     row = ModelRow(

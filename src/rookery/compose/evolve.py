@@ -1,10 +1,10 @@
-"""`run_evolve`: programs evolved by a language model, from files to the best one and its report.
+"""`run_evolve`: evolves programs with a language model, from the input files to the report.
 
     outcome = run_evolve("initial_program.py", "evaluator.py", "config.yaml", max_iterations=50)
     outcome.report.best.score, outcome.path / "best"
 
-The files are OpenEvolve's, unmodified. The output folder is the run's folder. `check_evolve` finds
-out whether a run would start.
+Input files have OpenEvolve's formats, unchanged. The output folder is the run's folder.
+`check_evolve` tests whether a run would start.
 """
 
 import asyncio
@@ -72,18 +72,18 @@ __all__ = [
     "start",
 ]
 
-# Where programs are scored.
+# Executors of evaluations.
 
 
 TELL_EVERY_S = 15.0
-"""Between two lines while workers start."""
+"""Seconds between two status lines while workers start."""
 
 
 @asynccontextmanager
 async def open_executor(
     config: EvolveConfig, spec: WorkerSpec, display: Display
 ) -> AsyncIterator[Executor]:
-    """Where evaluations run; one worker at least is ready. The wait for it is told."""
+    """Open the executor of evaluations with at least one worker ready. The wait is displayed."""
     display.say(f"starting workers ({config.executor})")
     loop, began = asyncio.get_running_loop(), time.monotonic()
     telling = loop.call_later(TELL_EVERY_S, lambda: tell())
@@ -111,22 +111,22 @@ async def open_executor(
         telling.cancel()
 
 
-# What is said of an evolution in the terminal while it runs: a line per iteration.
+# One line per iteration in the terminal.
 
 
 RUNS = Path("runs")
-"""Where `rookery runs list` looks."""
+"""The folder that `rookery runs list` reads."""
 MAX_CHARS = 100
-"""Of the sentence of a failure: a line of a log is read at a glance."""
+"""Maximum length of a failure's message, so that an iteration stays one line."""
 
 BASELINE = "baseline"
-"""The kind of work of iterations that are not of the evolution."""
+"""Kind of work of baseline iterations, for the estimate of the time left."""
 
 logger = logging.getLogger(__name__)
 
 
 class IterationLines(Observer[Iteration]):
-    """The metrics of the evolution itself go to the run too."""
+    """Prints a line per iteration, and logs the metrics of the evolution itself to the run."""
 
     def __init__(self, display: Display, bar: Bar, run: Run, *, num_baselines: int) -> None:
         self._display = display
@@ -142,7 +142,7 @@ class IterationLines(Observer[Iteration]):
         self._display.say(describe(step))
         if step.series:
             self._bar.left.did(1, BASELINE)
-            return  # the bar is of the evolution
+            return  # the bar counts the evolution's iterations only
         self._run.log_metrics(step.num_decided, _metrics(step))
         self._bar.update(
             name=f"best {step.best_score:.4g}",
@@ -152,11 +152,11 @@ class IterationLines(Observer[Iteration]):
         )
 
     def on_budget(self, share: float) -> None:
-        if not self._num_baselines:  # they come on top
+        if not self._num_baselines:  # baselines are not limited by the budget
             self._bar.left.limit(share)
 
     def _list_run(self) -> None:
-        """From its first iteration on: what ends before leaves no run."""
+        """List the run at its first iteration: a run that fails earlier is deleted."""
         if not self._is_listed:
             self._is_listed = True
             try:
@@ -165,13 +165,13 @@ class IterationLines(Observer[Iteration]):
                 logger.warning("`rookery runs list` does not list this run: %s", error)
 
     def on_phase(self, name: str) -> None:
-        """Of an evolution a sentence: a model is down, a training begins."""
-        logger.info("%s", name)  # for the file: a warning would be in the terminal twice
+        """Show an event such as a model that is down or a training that begins."""
+        logger.info("%s", name)  # to the file; a warning would reach the terminal twice
         self._display.note([name])
 
 
 def _metrics(iteration: Iteration) -> dict[str, float]:
-    """What is not known of an iteration is left out."""
+    """Return the metrics of an iteration, without unknown values."""
     values = {
         "evolve/best_score": iteration.best_score,
         "evolve/score": iteration.score,
@@ -185,7 +185,7 @@ def _metrics(iteration: Iteration) -> dict[str, float]:
 def describe(iteration: Iteration) -> str:
     """`   12  0.73  best 0.73 *  big` or `   13  failed (timeout): It took ...  best 0.73`.
 
-    What a program or a model wrote cannot move the cursor or colour the terminal.
+    Unprintable characters of a failure's message are removed: they could move the cursor.
     """
     series = f"{iteration.series} " if iteration.series else ""
     head = f"{series}{iteration.number:>5}"
@@ -221,7 +221,8 @@ MAY_CHANGE = (
     "settings.rookery.workers",
     "warnings",
 )
-"""How far a run goes and where it runs; all else decides what it finds, and stays."""
+"""Settings that a resumed run may change: how far it goes and where it runs. All others decide
+the result and must stay."""
 
 
 def run_evolve(
@@ -232,7 +233,7 @@ def run_evolve(
     output: str | Path | None = None,
     **values: Any,
 ) -> Outcome[EvolveReport]:
-    """Evolve a program, a file or a folder, under an evaluator of OpenEvolve.
+    """Evolve a program (a file or a folder) with an OpenEvolve evaluator.
 
     `values` are keys of the config: `max_iterations=50, llm={"primary_model": "big"}`. The folder
     of the outcome holds `best/`, the checkpoints, the report and its page.
@@ -241,7 +242,7 @@ def run_evolve(
     source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    made_from = run_config(
+    run_settings = run_config(
         loaded,
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
@@ -249,11 +250,11 @@ def run_evolve(
         config_file=file,
         find=find,
     )
-    return start(made_from, Display())
+    return start(run_settings, Display())
 
 
 def _as_path(value: object, what: str) -> Path:
-    """OpenEvolve also takes code and functions here."""
+    """Require a path. OpenEvolve also takes code and functions here."""
     is_path = isinstance(value, Path) or (isinstance(value, str) and "\n" not in value)
     if not is_path:
         kind = "code" if isinstance(value, str) else type(value).__name__
@@ -271,10 +272,10 @@ def run_evolution(
     iterations: int | None = None,
     **options: Any,
 ) -> Outcome[EvolveReport]:
-    """`run_evolve` with the names of OpenEvolve: `output_dir`, `target_score`, `checkpoint_path`.
+    """`run_evolve` with OpenEvolve's names: `output_dir`, `target_score`, `checkpoint_path`.
 
-    Programs and evaluators are files: a function cannot go into the sandbox. `cleanup` changes
-    nothing, as the output is the run.
+    Programs and evaluators must be files: the sandbox cannot run a function. `cleanup` is ignored,
+    because the output folder is the run.
     """
     unknown = options.keys() - {"output_dir", "cleanup", "target_score", "checkpoint_path"}
     if unknown:
@@ -300,9 +301,9 @@ def evolve_prompt(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[EvolveReport]:
-    """Evolve the prompt of a file on a taskset, with the model that answers, and proposes too
-    unless `llm` names another.
+    """Evolve the prompt in a file on a taskset.
 
+    `model` answers the tasks. It also proposes prompts unless `llm` names another model.
     `values` are keys of the config: `max_iterations=50, rookery={"tasks": {"minibatch": 8}}`.
     """
     section = {"engine": {"model": str(model)}, "tasks": {"taskset": str(taskset)}}
@@ -313,7 +314,7 @@ def evolve_prompt(
         values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    made_from = run_config(
+    run_settings = run_config(
         loaded,
         program=Path(prompt),
         evaluator=None,
@@ -321,11 +322,11 @@ def evolve_prompt(
         config_file=file,
         find=find,
     )
-    return start(made_from, Display(is_quiet=not progress))
+    return start(run_settings, Display(is_quiet=not progress))
 
 
 def start(config: EvolveRunConfig, display: Display) -> Outcome[EvolveReport]:
-    """A new run in a folder that is new or empty."""
+    """Start a new run. Its folder must be missing or empty."""
     _require_new(config.output)
     display.note(config.warnings)
     open_run = RunOpener(lambda: _create(config.output, config))
@@ -335,10 +336,10 @@ def start(config: EvolveRunConfig, display: Display) -> Outcome[EvolveReport]:
 def resume(
     config: EvolveRunConfig, display: Display, *, iterations: int | None
 ) -> Outcome[EvolveReport]:
-    """The run in the folder, on to its end; `iterations` more if it is finished already.
+    """Resume the run in the folder. A finished run does `iterations` more.
 
-    Of a run that is not finished `iterations` are all there will be since it last finished, so
-    that the same command goes on with what it began.
+    For an unfinished run, `iterations` counts from its last finish, so that repeating an
+    interrupted command completes it and adds nothing.
     """
     folder, settings = config.output, config.settings
     with Run.view(folder) as view:
@@ -353,17 +354,17 @@ def resume(
         known = int(view.config["settings"]["max_iterations"])
         total = known if iterations is None else extended_from + iterations
         update: dict[str, object] = {"max_iterations": total}
-        # How many are in flight decides what a deterministic run finds.
+        # In a deterministic run, the number in flight decides the result.
         is_steady = settings.rookery.mode == "steady"
         may_change = (*MAY_CHANGE, *(["settings.rookery.in_flight"] if is_steady else []))
         if "strategy" not in view.config["settings"]["database"]:
-            # Written by a version that knew one strategy: it goes on with that.
+            # Runs without this key were written when only this strategy existed.
             update["database"] = settings.database.model_copy(update={"strategy": "openevolve"})
             may_change = (*may_change, "settings.database.strategy")
         settings = settings.model_copy(update=update)
         config = config.model_copy(update={"settings": settings, "extended_from": extended_from})
         document = config.model_dump(mode="json")
-        # Now, and not when it is opened: a command that is refused leaves the run as it was.
+        # Check before opening: a refused command leaves the run unchanged.
         check_changes(find_changes(view.config, document), may_change=may_change)
 
     @contextmanager
@@ -376,8 +377,8 @@ def resume(
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
-    """How many iterations there were before those that are asked for now. A run that finished, and
-    was opened since for nothing more, is a finished one."""
+    """Return the iterations before the requested ones. A finished run stays finished if it was
+    reopened without an extension."""
     ended = [e.seq for e in view.events(FINISHED) if e.payload["outcome"] == "finished"]
     begun = [e.seq for e in view.events(EXTENDED) if "extended_from" in e.payload["changes"]]
     if iterations is not None and ended and ended[-1] > max(begun, default=0):
@@ -388,11 +389,11 @@ def _extended_from(view: RunView, iterations: int | None) -> int:
 def _resume(
     config: EvolveRunConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
-    """On to the end; keys of models are read from its config file and the environment."""
+    """Finish the run. API keys of models come from its config file and the environment."""
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
     settings = with_keys(config.settings, keeper, environment=os.environ)
-    place = open_run.folder or config.output  # it may have been moved
+    place = open_run.folder or config.output  # the folder may have been moved
     config = config.model_copy(update={"output": place})
     if open_run.is_new:
         open_run = replace(open_run, open=lambda: _create(place, config))
@@ -406,13 +407,13 @@ EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume, inputs=read_s
 async def _evolve(
     config: EvolveRunConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
-    """What can be refused is refused before the run is made, and before a model is opened."""
+    """Run the evolution. Bad input is refused before models are opened and the run is created."""
     settings = config.settings
     open_run = tracked(open_run, settings.rookery.track)
     inputs = await asyncio.to_thread(read_inputs, config)
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
     workers: AbstractAsyncContextManager[Executor | None] = nullcontext()
-    if inputs.spec is not None:  # prompts have none: the models of the run score them
+    if inputs.spec is not None:  # prompts need no workers: the run's models score them
         workers = open_executor(settings, inputs.spec, display)
     async with (
         workers as executor,
@@ -444,7 +445,7 @@ async def _evolve(
 
 
 def read_status(folder: Path) -> str | None:
-    """How the run in a folder stands; None where there is none, or none that can be read."""
+    """Return the status of the run in a folder. None: no run, or an unreadable one."""
     try:
         with Run.view(folder) as view:
             return view.status
@@ -453,7 +454,7 @@ def read_status(folder: Path) -> str | None:
 
 
 def _require_new(folder: Path) -> None:
-    """Say what to do with what is there, as OpenEvolve's users have old outputs."""
+    """Require a missing or empty folder. The error says how to use what is in it."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
@@ -461,7 +462,7 @@ def _require_new(folder: Path) -> None:
     if (folder / EVENTS).is_file():
         status = read_status(folder)
         if status is None:
-            return  # a run that was killed before it began can be begun again
+            return  # a run that was killed before it began may start again
         how = "-i N does N more iterations" if status == "finished" else "--resume goes on with it"
         raise RunError(f"{folder} already holds a run: {how}, -o starts a new one elsewhere.")
     hint = ""
@@ -472,8 +473,7 @@ def _require_new(folder: Path) -> None:
 
 @contextmanager
 def _create(folder: Path, config: EvolveRunConfig) -> Iterator[Run]:
-    """A run that ends before its first program has a score leaves nothing: it can be begun again
-    under the same name."""
+    """Create the run. If it fails before a program has a score, it is deleted: its name is free."""
     document = config.model_dump(mode="json")
     run = Run.create(folder.parent, kind="evolve", config=document, name=folder.name)
     try:
@@ -485,7 +485,7 @@ def _create(folder: Path, config: EvolveRunConfig) -> Iterator[Run]:
         raise
 
 
-# Whether an evolution would start, found out without starting one.
+# Test whether an evolution would start, without starting one.
 
 
 ASKED = "Reply with the one word: ready"
@@ -493,22 +493,21 @@ INSTEAD = (
     "It needs {needed} on an object of the program. Take plain values from the program (numbers, "
     "text, lists, dicts, numpy arrays), and compute with those."
 )
-"""What an evaluator does that cannot be done from another process than the program's."""
+"""Hint for an evaluator whose operation needs the program in the evaluator's process."""
 MAX_STAGES = 3
 MARGIN_S = 60.0
-"""Beyond the evaluator's own limits: then its worker is lost."""
+"""Seconds added to the evaluator's own limits before its worker counts as lost."""
 
 
 def check_evolve(config: EvolveRunConfig, display: Display) -> list[str]:
-    """A line for the sandbox, each first program and each model. The first thing that does not
-    work is a RookeryError that says so."""
+    """Return a line for each worker, first program and model. Raises the first RookeryError."""
     return run_async(_check(config, display))
 
 
-async def _check(made_from: EvolveRunConfig, display: Display) -> list[str]:
-    config = made_from.settings
+async def _check(run_settings: EvolveRunConfig, display: Display) -> list[str]:
+    config = run_settings.settings
     config = config.model_copy(update={"rookery": config.rookery.model_copy(update={"workers": 1})})
-    inputs = read_inputs(made_from.model_copy(update={"settings": config}))
+    inputs = read_inputs(run_settings.model_copy(update={"settings": config}))
     limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
     display.note(inputs.warnings)
     assert inputs.spec is not None, "an evaluator is named"
@@ -557,10 +556,10 @@ def _require_score(outcome: EvaluationOutcome) -> None:
         raise SandboxError(say_not_isolated(outcome))
     if outcome.failure is not None:
         failure = outcome.failure
-        told = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
+        output = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
         raise SandboxError(
             f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
-            f"a program that the evaluator can score.{told}"
+            f"a program that the evaluator can score.{output}"
         )
 
 

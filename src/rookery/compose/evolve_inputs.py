@@ -1,4 +1,4 @@
-"""What an evolution starts from: its files, read and checked before anything is started.
+"""Inputs of an evolution: its files, read and checked before anything starts.
 
 config = run_config(read_config(...), program=Path("first.py"), evaluator=Path("evaluator.py"))
 inputs = read_inputs(config)
@@ -43,19 +43,19 @@ OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
 
 
 class EvolveRunConfig(Config):
-    """All that an evolve run is made from."""
+    """Everything an evolve run is made from."""
 
     program: Path
-    """A file or a folder; of prompts, the first one."""
+    """The first program, a file or a folder; or the first prompt, a file."""
     evaluator: Path | None = None
-    """null: the program is a prompt, scored by `settings.rookery.tasks`."""
+    """The file that scores programs. null: `settings.rookery.tasks` score a prompt."""
     output: Path
     config_file: Path | None = None
-    """Where the keys of models are read again: they are not written with the run."""
+    """The file to read API keys from again: they are not stored with the run."""
     warnings: tuple[str, ...] = ()
-    """Of the config file."""
+    """Warnings about the config file."""
     extended_from: int = 0
-    """Iterations of the run when it had last finished and more were asked for."""
+    """Number of iterations at the run's last finish before it was extended."""
     settings: EvolveConfig
 
 
@@ -68,9 +68,9 @@ def run_config(
     config_file: Path | None = None,
     find: Find | None = None,
 ) -> EvolveRunConfig:
-    """What the run is made from, with absolute paths: a program may be what another run left, as
-    `run:NAME/PART`, where `find` knows runs. Without an `output` it is `openevolve_output` beside
-    the program, `prompt_output` beside a prompt."""
+    """Return the config of a run, with absolute paths. If `find` is given, `program` and
+    `evaluator` may be outputs of other runs (`run:NAME/PART`). The default output is
+    `openevolve_output` beside a program, `prompt_output` beside a prompt."""
     if find is not None:
         program = Path(resolve_text(str(program), find=find, key="program"))
     if find is not None and evaluator is not None:
@@ -88,22 +88,21 @@ def run_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Everything that can be refused before a worker starts or a model is asked."""
+    """All inputs, checked before a worker starts or a model is asked."""
 
     programs: Sequence[FirstProgram | ProgramRecord]
     spec: WorkerSpec | None
-    """Of the workers; None for prompts."""
+    """How workers start; None for prompts."""
     tasks: PromptTasks | None = None
-    """Of prompts."""
+    """Set for prompts only."""
     engine: "OwnEngine | None"
-    """Of ours, where its models are used."""
+    """Our own engine; None if none of its models is used."""
     warnings: tuple[str, ...]
     digests: Mapping[str, str]
-    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
+    """Digests by name, with the evaluator's: scores of different evaluators do not compare."""
 
 
 def read_inputs(config: EvolveRunConfig) -> Inputs:
-    """Read the programs, the checkpoint and the evaluator's folder, and what an engine needs."""
     settings, section = config.settings, config.settings.rookery
     if section.tasks is not None:
         return _read_prompt_inputs(config, section.tasks)
@@ -155,10 +154,10 @@ def _read_engine(section: RookeryConfig) -> "OwnEngine":
 
 
 def _read_prompt_inputs(config: EvolveRunConfig, tasks: TasksConfig) -> Inputs:
-    """Read the prompts and the taskset, and refuse what cannot be asked."""
+    """Read the prompts and the taskset. Refuses prompts and tasks that do not fit."""
     from rookery.compose.engine_models import (
         read_engine,
-    )  # first of all: it says which extra it needs
+    )  # first: its error names the missing extra
 
     settings, section = config.settings, config.settings.rookery
     if config.evaluator is not None:
@@ -194,13 +193,12 @@ def _read_prompt_inputs(config: EvolveRunConfig, tasks: TasksConfig) -> Inputs:
 
 
 def _read_prompts(config: EvolveRunConfig, settings: EvolveConfig) -> list[FirstProgram]:
-    """The first ones."""
     paths = (config.program, *map(Path, settings.rookery.first_programs))
     return [_read_prompt(path, settings) for path in paths]
 
 
 def _read_prompt_taskset(name: str) -> Taskset:
-    """What scores prompts; TaskError for a split without tasks that should have some."""
+    """Load the taskset that scores prompts. Raises TaskError for an empty required split."""
     taskset = load_taskset_file(name, with_fields=True)
     for split in SPLITS:
         taskset.split(split)
@@ -226,13 +224,10 @@ def read_step_inputs(config: EvolveRunConfig, is_made: IsMade) -> RunInputs:
     parts = (f"settings.rookery.{part}" for part in ("adapters", "engine", "tokenizer"))
     if section.engine is not None and not is_made(*parts):
         adapters, folders = _list_weights(_read_engine(section))
-        if tasks is not None:  # of programs they may be others
+        if tasks is not None:  # a run on programs may change its models
             digests.append(adapters)
             models = folders
     return RunInputs(digests=join_digests(*digests), models=models)
-
-
-# Digests of the parts, by which a resumed run knows them.
 
 
 def _digest_program(first: FirstProgram) -> str:
@@ -246,7 +241,7 @@ def _digest_evaluator(path: Path) -> str:
 
 
 def _list_weights(engine: "OwnEngine") -> tuple[dict[str, str], dict[str, Path]]:
-    """The digest of the adapters, where there are some, and the model."""
+    """Return the digest of the adapters, if any, and the model's folder."""
     adapters = engine.adapters.values()
     digests = {"adapters": digest_adapters(adapters)} if adapters else {}
     return digests, {"the model": engine.folder.path}

@@ -1,4 +1,4 @@
-"""`run_genome`: an evolution of adapters from its config to its report and page."""
+"""`run_genome`: runs an evolution of adapters, from its config to its report and page."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -53,23 +53,23 @@ def run_genome(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[GenomeReport]:
-    """Evolve adapters as a config says, and report honestly how good the best one is.
+    """Evolve adapters, and measure the best one on tasks that the search never saw.
 
-    `run_genome("mine.yaml", seed=3)`; `values` are keys of the config. The folder of the
-    outcome holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
+    `run_genome("mine.yaml", seed=3)`; `values` are keys of the config. The folder of the outcome
+    holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
     """
     return GENOME.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Everything the loop reads, checked before a run is made."""
+    """All inputs of the loop, checked before the run is created."""
 
     tasksets: list[Taskset]
     founders: dict[str, Adapter] | None
-    """None when they are to be made from the model's shape."""
+    """None: made from the model's layer shapes when the engine is open."""
     folder: Path
-    """Of the model."""
+    """The model's folder."""
     template: Template
 
 
@@ -83,7 +83,7 @@ def _read_inputs(config: GenomeConfig, display: Display) -> _Inputs:
 
 
 def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str, int]:
-    """The largest of the adapters that the engine gets, by what decides it."""
+    """Return the largest adapter rank that the engine gets, by the setting that decides it."""
     if config.rank is not None:
         return {"rank": config.rank}
     if isinstance(config.init, FileInit):
@@ -113,7 +113,7 @@ def _read_step_inputs(config: GenomeConfig, is_made: IsMade) -> RunInputs:
 
 
 def _digest_founders(config: FileInit, is_made: IsMade) -> dict[str, str]:
-    """Of all of them; where some are made later, the others are only read."""
+    """Digest all founders. If another step makes some, only check the others and return {}."""
     is_list = isinstance(config.path, tuple)
     keys = [f"init.path.{i}" if is_list else "init.path" for i in range(len(config.paths))]
     pairs = zip(keys, config.paths, strict=True)
@@ -150,7 +150,7 @@ async def _open(
 
 
 def _share_cores(config: GenomeConfig) -> None:
-    """Candidates are made while servers that were started here answer, which needs cores too."""
+    """Leave cores to servers on this machine: they answer while candidates are made."""
     if config.engine.type == "fleet" and config.engine.launch is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // 4))
 
@@ -166,7 +166,7 @@ def _check(
 async def _ready_founders(
     config: GenomeConfig, inputs: _Inputs, engine: Engine
 ) -> dict[str, Adapter]:
-    """Founders that the engine takes: one that does not fit is the user's mistake."""
+    """Return the founders. Loads each once, so that the engine refuses one that does not fit."""
     founders = inputs.founders or {}
     if isinstance(config.init, ZeroInit | RandomInit):
         layers, base = engine.linear_layers, engine.base.version
@@ -206,16 +206,16 @@ async def _search(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """Answers that a run asks for at most: races make those on the search split less."""
+    """Maximum number of answers that a run asks for. Races ask for fewer on the search split."""
 
     num_tasks: Mapping[SplitName, int]
     founders: int
     search: int
-    """On the search split, with those of the founders."""
+    """On the search split, including the founders'."""
     random: int
-    """On the search split, for random search."""
+    """On the search split, by random search."""
     select: int
-    """Once for the search, and once for random search."""
+    """On the select split, by the search. Random search asks for as many again."""
     report: int
 
     @property
@@ -225,41 +225,40 @@ class RolloutPlan:
 
 
 NEW_TASK = 4.0
-"""Answers that take as long as reading a task for the first time does in this process: whoever
-answers it later shares most of its prompt. Servers share nothing between adapters."""
+"""Cost of reading a new task in this process, in answers. Later answers to the task share most of
+its prompt. Servers share nothing between adapters."""
 
 
 class SearchBar(Observer[GenerationRecord]):
-    """The search on its progress bar: what it is doing, answers of so many, generations."""
+    """Shows phase, answers and generations of the search on its progress bar."""
 
     def __init__(
         self, bar: Bar, display: Display, plan: RolloutPlan, *, is_remote: bool = False
     ) -> None:
         self._bar, self._display, self._plan = bar, display, plan
         self._allowed = 0
-        """Answers that the generations so far could have asked for."""
+        """Maximum number of answers of the generations so far."""
         self._asked = 1.0
-        """The part of these that they did ask for: as much is expected of the rest."""
+        """Fraction of `_allowed` that was asked for; the rest is expected to ask for as much."""
         new, num = 0.0 if is_remote else NEW_TASK, plan.num_tasks
         self._reading = {
             "founders": new * num["search"],
             "select": new * num["select"],
             "report": new * num["report"],
         }
-        """Of new tasks, in answers, by phase."""
+        """Cost of reading new tasks by phase, in answers."""
         self._worth = 1.0
-        """Of an answer of this phase, with its share in the reading."""
+        """Cost of an answer in this phase with its share of the reading, in answers."""
         self._expect(plan.search, ("founders", "select", "random search", "report"))
 
     def answered(self, progress: BlockProgress) -> None:
-        """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, worth=self._worth)
 
     def on_budget(self, share: float) -> None:
         self._bar.left.limit(share)
 
     def on_phase(self, name: str) -> None:
-        """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
+        """Start a phase: `founders`, `ga 3`, `select`, `random search` or `report`."""
         self._bar.update(name=name)
         plan, last = self._plan, ("select", "random search", "report")
         answers = {"founders": plan.founders, "select": plan.select, "report": plan.report}
@@ -268,7 +267,7 @@ class SearchBar(Observer[GenerationRecord]):
             self._expect(0.0, last[last.index(name) :])
 
     def on_step(self, step: GenerationRecord) -> None:
-        """A line that stays."""
+        """Print the generation, and update the expected number of answers."""
         self._display.say(_generation_line(step))
         plan = self._plan
         self._allowed += step.num_candidates * plan.num_tasks["search"]
@@ -278,11 +277,11 @@ class SearchBar(Observer[GenerationRecord]):
         self._expect(raced, ("select", "random search", "report"))
 
     def finish(self) -> None:
-        """The total was a bound: races and known answers make it less."""
+        """Replace the total, an upper bound, by the number of answers asked for."""
         self._bar.update(total=self._bar.done, name="done")
 
     def _expect(self, num_search: float, phases: Sequence[str]) -> None:
-        """So many answers are left of the search, and all that these phases ask for."""
+        """Expect `num_search` answers of the search, and all answers of these phases."""
         plan = self._plan
         random = self._asked * plan.random + (plan.select if plan.random else 0)
         answers = {"select": plan.select, "random search": random, "report": plan.report}
@@ -294,7 +293,7 @@ class SearchBar(Observer[GenerationRecord]):
 def plan_rollouts(
     config: GenomeConfig, founders: Sequence[Adapter], tasksets: Sequence[Taskset]
 ) -> RolloutPlan:
-    """An upper bound for the bar, which ends at what was asked."""
+    """Return an upper bound of the answers, for the progress bar."""
     num_tasks = {name: sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS}
     search, select, report = num_tasks.values()
     candidates = len(founders) + sum(stage.num_candidates(founders) for stage in config.stages)
@@ -309,7 +308,7 @@ def plan_rollouts(
         search=candidates * search,
         random=(candidates - len(founders)) * search if is_random else 0,
         select=(finals.num_finalists + len(config.floors)) * select,
-        report=(4 + voters) * report,  # winner and best founder are voters too
+        report=(4 + voters) * report,  # winner and best founder are among the voters too
     )
 
 

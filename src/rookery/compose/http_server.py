@@ -1,4 +1,4 @@
-"""An HTTP application that answers inside a block, on one port or several, and its folder."""
+"""Serves an HTTP application inside a block, on one or several ports."""
 
 import asyncio
 import socket
@@ -18,19 +18,19 @@ from rookery.runs import Run
 __all__ = ["answering", "listen_all", "open_or_create"]
 
 GRACE_S = 3
-"""How long requests in flight may take at the end; clients send them again."""
+"""Seconds that requests in flight may take at shutdown. Clients retry them."""
 BACKLOG = 2048
 LOOK_S = 60.0
-"""A client that neither reads nor sends between two looks, though it is its turn, is left: a
-person's terminal may sleep, a lost one holds memory and a file descriptor."""
+"""Seconds between checks for stalled clients. A client is dropped if it neither read nor sent
+anything between two checks though it is its turn: it holds memory and a file descriptor. The
+interval is long because a laptop may sleep."""
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Is held no longer than its client does its part, and only while descriptors are left to the
-    files of the service."""
+    """A connection that is dropped if its client stalls or if too many are open."""
 
     most: int
-    """Connections at a time; more are closed at once."""
+    """Maximum number of connections, so that the service keeps file descriptors for its files."""
     _look: asyncio.TimerHandle | None = None
     _num_received = 0
     _seen: object = None
@@ -52,7 +52,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().data_received(data)
 
     def _leave_if_idle(self) -> None:
-        """Closing would wait until the client has read what is written."""
+        """Abort a stalled connection: `close` would wait until the client reads the buffer."""
         cycle = self.cycle
         is_its_turn = cycle is None or cycle.response_complete or cycle.more_body
         seen = (cycle, self._num_received, self.transport.get_write_buffer_size())
@@ -64,7 +64,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class _Server(uvicorn.Server):
-    """Without signal handlers of its own: the command line has them."""
+    """A server without signal handlers: the command line has its own."""
 
     def __init__(self, settings: uvicorn.Config) -> None:
         super().__init__(settings)
@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
 
 
 def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
-    """The run in the folder of a service, made when it is not there."""
+    """Open the run in a service's folder, or create it."""
     try:
         return Run.open(folder)
     except RunError:
@@ -92,7 +92,7 @@ def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
 
 @contextmanager
 def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list[socket.socket]]:
-    """The ports, taken, each once; `remedy` says what to write when one is not free."""
+    """Listen on each distinct port. If one is taken, the error ends with `remedy`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         listeners = []
@@ -103,8 +103,8 @@ def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list
                 raise ConfigError(
                     f"{host}:{port} cannot be used: {error.strerror}. {remedy}"
                 ) from error
-            # asyncio leaves it unset on connections of such a listener, and an answer in two parts
-            # would wait 40 ms for the client's acknowledgement of the first.
+            # asyncio leaves TCP_NODELAY unset on connections of such a listener. An answer in
+            # two parts would then wait 40 ms for the client's acknowledgement.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listeners.append(stack.enter_context(listener))
         yield listeners
@@ -117,13 +117,13 @@ async def answering(
     *,
     release: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[str]:
-    """The application answers inside the block; its address, of the first port. `release` ends the
-    requests that would wait for long."""
+    """Serve the application inside the block; yields the URL of the first port. At the end,
+    `release` must finish the requests that wait for long."""
     most = connection_limit()
     settings = uvicorn.Config(
         app,
         http=type("Connection", (_Connection,), {"most": most}),
-        backlog=min(BACKLOG, max(1, most // 2)),  # so many are accepted before one is closed
+        backlog=min(BACKLOG, max(1, most // 2)),  # accepted at once, before any is closed
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,

@@ -1,4 +1,4 @@
-"""`run_icm`: a labelling from its config to its labels, report and page."""
+"""`run_icm`: runs a labelling, from its config to its labels, report and page."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -52,24 +52,24 @@ def run_icm(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[IcmReport]:
-    """Label items as a config says, and say honestly what the labels are worth.
+    """Label items without labels, and measure the result against baselines.
 
-    `run_icm("mine.yaml", num_chains=4)`; `values` are keys of the config. The
-    folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
+    `run_icm("mine.yaml", num_chains=4)`; `values` are keys of the config. The folder of the
+    outcome holds `labels.jsonl`, the exports for training, the report and its page.
     """
     return ICM.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Everything the loop reads, checked before a run is made; the true labels are not kept."""
+    """All inputs of the loop, checked before the run is created. True labels are not kept."""
 
     items: list[Item]
     folder: Path
-    """Of the model: its tokenizer."""
+    """The model's folder, for its tokenizer."""
     encoder: Encoder
     init: Adapter | None
-    """What training starts from; None: a new adapter."""
+    """Adapter that training starts from; None: a new one."""
 
 
 def _read_inputs(config: IcmConfig) -> _Inputs:
@@ -134,7 +134,7 @@ async def _open(
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
             if inputs.init is not None:
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
-                await engine.unload(await engine.load(inputs.init))  # refuses one of another model
+                await engine.unload(await engine.load(inputs.init))  # refuses a misfit
             yield partial(_search, config=config, inputs=inputs, labeller=labeller, display=display)
 
 
@@ -145,7 +145,7 @@ def _notes(config: IcmConfig, sampler: Sampler) -> tuple[str, ...]:
 
 
 def _context_tokens(folder: Path) -> int | None:
-    """The longest prompt, as the model's config says."""
+    """Return the maximum prompt length in tokens, from the model's config."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -173,7 +173,7 @@ async def _search(
 
 
 class _LabelBar(Observer[ChainStep]):
-    """All searches on one progress bar."""
+    """Shows all chains on one progress bar."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -188,13 +188,13 @@ class _LabelBar(Observer[ChainStep]):
         self._bar.update(tokens=step.num_tokens, name=text)
 
     def on_progress(self, done: float, expected: float) -> None:
-        """Prompt tokens that were computed."""
+        """Show the computed prompt tokens."""
         self._bar.update(done=done, total=expected)
 
 
 def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tuner:
-    """Training in this process, beside the engine, or in the service that is the engine; a resumed
-    run finds what it trained before."""
+    """Return the training: on the service if that is the engine, else in this process. A resumed
+    run continues from its checkpoints."""
     assert config.iterate is not None
     settings, service = config.iterate.sft, config.engine
 

@@ -1,8 +1,8 @@
-"""What runs are started on, as digests by name.
+"""Digests of the inputs that a run starts on, by name.
 
-A step of a pipeline reads what no other step makes: it is read and digested before the first step
-begins, so that what is missing is refused before anything is run, and what is changed meanwhile
-when the step begins.
+Before the first step of a pipeline begins, every step's external inputs are read and digested, so
+a missing input is refused before any work is done. When a step begins, its inputs are digested
+again, and a changed input is refused.
 
     inputs = InputReader().read("student", SFT.inputs, settings, made={"taskset"})
     inputs.digests                       # {"the model": ...}, as in inputs.json of the step's run
@@ -41,16 +41,16 @@ __all__ = [
 
 Settings = TypeVar("Settings", bound=Config)
 IsMade = Callable[..., bool]
-"""Whether one of these keys of a step's config names what another step makes."""
+"""True if one of these keys of a step's config names the output of another step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """What a run reads, by name: of a step, what no other step makes."""
+    """Inputs of a run by name. For a step: only inputs that no other step produces."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Path] = field(default_factory=dict)
-    """Folders whose digests are still to be added: a model is read once for all steps."""
+    """Folders still to be digested. `InputReader` reads each model once for all steps."""
     scorers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -59,12 +59,12 @@ class RunInputs:
 
 
 def is_among(made: Collection[str], *keys: str) -> bool:
-    """Whether one of the keys, or a key below it, is `made`."""
+    """True if one of the keys, or a key below it, is in `made`."""
     return any(each == key or each.startswith(f"{key}.") for key in keys for each in made)
 
 
 class InputReader:
-    """Reads the weights of a model once for all steps."""
+    """Reads and digests inputs; each model's weights are read once for all steps."""
 
     def __init__(self) -> None:
         self._models: dict[Path, str] = {}
@@ -77,15 +77,15 @@ class InputReader:
         *,
         made: Collection[str] = (),
     ) -> RunInputs:
-        """An error that names the step for what it cannot read; `made` are the keys of what is not
-        there yet."""
+        """Read and digest the inputs of the step `name`. Errors name the step. `made` are the
+        config keys whose values do not exist yet."""
         try:
             return self.digest(read(settings, partial(is_among, made)))
         except RookeryError as error:
             raise type(error)(f"The step {name} cannot be run: {error}") from error
 
     def digest(self, inputs: RunInputs) -> RunInputs:
-        """With the digests of its models."""
+        """Return the inputs with the digests of their models added."""
         new = {str(each): each for each in inputs.models.values() if each not in self._models}
         self._models |= {new[path]: known for path, known in digest_models(new).items()}
         models = {name: self._models[folder] for name, folder in inputs.models.items()}
@@ -99,27 +99,24 @@ def list_inputs(
     *,
     game: GameConfig | None = None,
 ) -> RunInputs:
-    """Of a run that asks tasks; `others` are digests by name."""
+    """Return the inputs of a run that answers tasks. `others` are further digests by name."""
     tasks = {each.name: digest_tasks(each.tasks) for each in tasksets}
     scorers = digest_scorers(tasksets, game=game)
     return RunInputs(digests=join_digests(tasks, others), models=models, scorers=scorers)
 
 
 def load_not_made(tasksets: Iterable[TasksetConfig], is_made: IsMade) -> list[Taskset]:
-    """Those that are there."""
+    """Load the tasksets that exist already, without those that another step produces."""
     numbered = enumerate(tasksets)
     return load_tasksets([each for i, each in numbered if not is_made(f"tasksets.{i}")])
 
 
-# Digests.
-
-
 MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
-"""What a model computes with, and how it reads texts."""
+"""Files of a model folder that decide its outputs: weights, config, tokenizer, chat template."""
 
 
 def digest(records: Iterable[object]) -> str:
-    """Of records whose `repr` says all they hold, in their order."""
+    """Hash the `repr` of the records, in order. Each `repr` must hold the record's full content."""
     hashed = hashlib.blake2b(digest_size=16)
     for record in records:
         hashed.update(repr(record).encode("utf-8", "surrogatepass"))
@@ -128,13 +125,13 @@ def digest(records: Iterable[object]) -> str:
 
 
 def digest_tasks(tasks: Iterable[Task]) -> str:
-    """Of tasks and their weights, which `repr` leaves out."""
+    """Hash the tasks and their weights, which `repr` leaves out."""
     every = list(tasks)
     return digest([*every, *((task.id, task.weight) for task in every if task.weight != 1.0)])
 
 
 def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:
-    """Of inputs of several sorts, by name: a taskset may be called as the adapters are."""
+    """Merge digests by name. Digests of an equal name, such as a taskset `adapters`, are joined."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: "+".join(part[name] for part in parts if name in part) for name in names}
 
@@ -144,7 +141,7 @@ def digest_adapters(adapters: Iterable[Adapter]) -> str:
 
 
 def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Of the files of model folders, by name. Reads all of their weights."""
+    """Hash the files of model folders, by name. Reads all weights."""
     with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
         return {name: _digest_model(folder) for name, folder in folders.items()}
 
@@ -152,7 +149,7 @@ def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
 def _digest_model(folder: Path) -> str:
     hashed = hashlib.blake2b(digest_size=16)
     paths = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
-    with ThreadPoolExecutor() as threads:  # a thread hashes about a gigabyte a second
+    with ThreadPoolExecutor() as threads:  # one thread hashes about 1 GB/s
         for path, hashed_file in zip(paths, threads.map(_digest_file, paths), strict=True):
             hashed.update(path.name.encode() + b"\0" + hashed_file)
     return hashed.hexdigest()
@@ -166,7 +163,7 @@ def _digest_file(path: Path) -> bytes:
 def digest_scorers(
     tasksets: Iterable[Taskset], *, game: GameConfig | None = None
 ) -> dict[str, str]:
-    """Of what gives rewards, by name: its options, and the file of a function of the user."""
+    """Hash each source of rewards by name: its options and the source of a user's function."""
     scorers: dict[str, ScorerConfig | GameConfig] = (
         {f"the scorer of {taskset.name}": taskset.scorer for taskset in tasksets}
         if game is None
@@ -176,7 +173,7 @@ def digest_scorers(
 
 
 def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
-    yield config.model_dump(mode="json", exclude={"function"})  # a folder may have moved
+    yield config.model_dump(mode="json", exclude={"function"})  # its path may have moved
     if isinstance(config, PythonConfig | GameConfig):
         yield config.function.rpartition(":")[2]
         what = "game" if isinstance(config, GameConfig) else "scorer"

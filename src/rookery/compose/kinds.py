@@ -1,7 +1,7 @@
-"""The kinds of runs there are, and how one that was interrupted goes on.
+"""Find a kind of run by name, and resume an interrupted run.
 
 outcome = resume("runs/demo")
-kind = find_kind("genome")                      # of `KINDS`, a loop alone as a kind too
+kind = find_kind("genome")                      # from `KINDS`; wraps a bare `Loop` as a `RunKind`
 """
 
 import pkgutil
@@ -29,11 +29,12 @@ def resume(
     progress: bool = True,
     whole: StartedOn | None = None,
 ) -> Outcome[Any]:
-    """Go on with the run in a folder from where its event log ends; nothing is done twice.
+    """Resume the run in a folder from the end of its event log. No work is repeated.
 
-    The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
-    With `rescore` its answers are scored again, and what follows from their rewards is made again:
-    all answers when a scorer changed, else those without a reward. `whole` is of a step.
+    The run is opened only after all its inputs are read, so a failed resume leaves it unchanged.
+    With `rescore`, answers are scored again, and everything that depends on their rewards is
+    redone: all answers if a scorer changed, else those without a reward. For a step, `whole` is
+    the run of its pipeline or league.
     """
     with Run.view(Path(path)) as run:
         if run.kind == "serve":
@@ -61,10 +62,10 @@ def resume(
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
-    """The kind, or that of a loop that needs no assembly of its own."""
+    """Return the kind with this name. A `Loop` is wrapped as a `RunKind`."""
     entry: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
     if isinstance(entry, RunKind):
         return entry
-    from rookery.compose.loop import kind_of  # needs the extra `hf`, and evolve need not have it
+    from rookery.compose.loop import kind_of  # needs the extra `hf`; evolve does not
 
     return kind_of(name, entry)

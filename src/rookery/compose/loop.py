@@ -1,4 +1,4 @@
-"""A loop of `rookery.loops.contract` as a kind of run: its tasks, its engine, its report."""
+"""Runs a loop of `rookery.loops.contract`: opens its tasks and its engine, writes its report."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -30,7 +30,6 @@ __all__ = ["kind_of"]
 
 
 def kind_of(name: str, loop: Loop[Any]) -> RunKind[Any, LoopReport]:
-    """Runs of this loop."""
     return RunKind(
         name, config=loop.config, finish=finisher(partial(_plan, loop, name)), scored=loop.scored
     )
@@ -69,7 +68,7 @@ def _plan(
 def _about(
     name: str, config: LoopConfig, tasksets: list[Taskset], engine: Engine, run: Run
 ) -> dict[str, Any]:
-    """What every report says of its run."""
+    """Return the fields that every loop's report has."""
     return {
         "kind": name,
         "run": run.name,
@@ -81,7 +80,7 @@ def _about(
 
 
 class _Shown(Observer[Any]):
-    """The phases and the share of the work on a progress bar."""
+    """Shows phases and progress on a bar."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar

@@ -1,13 +1,13 @@
-"""`run_pipeline`: loops that feed each other, and one report over all of them.
+"""`run_pipeline`: runs loops that feed each other, and reports on all of them.
 
     steps:
       labels: {loop: icm, config: icm.yaml}
       student: {loop: sft, values: {model: smollm2, taskset: "run:labels/sft.jsonl", split: all}}
     report: {model: smollm2, taskset: held_out.jsonl}
 
-Each step is an ordinary run beside the pipeline's own, called PIPELINE.STEP: it is shown, inspected
-and resumed as any other. `run:STEP/PART` is what an earlier step left. When all have ended, the
-base model and the adapter of every step answer tasks that no step has seen.
+Each step is an ordinary run named PIPELINE.STEP: it is shown, inspected and resumed like any other.
+`run:STEP/PART` refers to the output of an earlier step. After the last step, the base model and
+every step's adapter answer tasks that no step has seen.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -80,13 +80,13 @@ __all__ = ["PIPELINE", "PipelineConfig", "run_pipeline"]
 
 
 class PipelineConfig(StepsConfig):
-    """Loops in their order, and what all of them are measured on."""
+    """Loops in order, and the evaluation that compares their results."""
 
     steps: dict[str, StepConfig] = Field(min_length=1)
-    """By name, in their order."""
+    """Steps by name, in the order in which they run."""
     report: EvaluationConfig | None = None
-    """What the base model and every step's adapter answer: tasks that no step has seen. null: the
-    steps' own reports are all."""
+    """The evaluation of the base model and every step's adapter, on tasks that no step has seen.
+    null: the report contains only the steps' own results."""
 
     @field_validator("report")
     @classmethod
@@ -110,7 +110,7 @@ def run_pipeline(
     runs_dir: str | Path = "runs",
     progress: bool = True,
 ) -> Outcome[PipelineReport]:
-    """Run loops that feed each other, and measure what each left on tasks that none has seen.
+    """Run loops that feed each other, and measure their adapters on unseen tasks.
 
     `run_pipeline("flywheel.yaml", name="flywheel")`. Each step is the run `flywheel.STEP`.
     """
@@ -120,7 +120,7 @@ def run_pipeline(
 def _finish(
     config: PipelineConfig, open_run: RunOpener, display: Display
 ) -> Outcome[PipelineReport]:
-    """The steps one after the other, each as its own run; then the report."""
+    """Run the steps in order, each as its own run, then the report."""
     place = open_run.folder or open_run.place or Path(PIPELINE.name)
     require_order(config)
     require_places(config, place)
@@ -136,26 +136,26 @@ def _finish(
 
 
 REPORT = "the report"
-"""Among the steps, whose names are one word."""
+"""Key of the report's inputs among the steps. Step names are single words, so it is unique."""
 STEPS = "steps.json"
-"""Digests of what steps and report read by themselves: who begins later begins with the same."""
+"""File with the digests of all external inputs. A step that begins later must match them."""
 UNREADABLE = (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError)
 
 
 def _read_inputs(config: PipelineConfig, settings: Mapping[str, Config]) -> dict[str, RunInputs]:
-    """What each step and the report read that no step makes; refuses what cannot be read."""
+    """Digest the external inputs of each step and the report. Refuses unreadable inputs."""
     reader = InputReader()
     inputs = {name: read_step_inputs(config, name, each, reader) for name, each in settings.items()}
     if config.report is not None:
         read = replace(find_inputs(read_inputs(config.report)), scorers={})
-        inputs[REPORT] = reader.digest(read)  # answers may be scored again
+        inputs[REPORT] = reader.digest(read)  # no scorers: answers may be scored again
     return inputs
 
 
 def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, RunInputs]) -> RunOpener:
-    """The run with the digests of what its steps read. One whose steps have read something else, or
-    were to read it, is refused now. A step that has begun is known by its own run: its answers may
-    have been scored again."""
+    """Return an opener that records the digests of all steps' inputs. If the inputs of a step that
+    has not begun differ from the recorded digests, refuse now. A step that has begun is checked
+    against its own run, because its answers may have been rescored."""
     if (folder := open_run.folder) is not None:
         known: Mapping[str, Mapping[str, str]] = {}
         if (folder / STEPS).exists():
@@ -176,7 +176,7 @@ def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, RunInputs]) -> Run
 
 
 def _take(run: Run, name: str, work: Callable[[], None]) -> None:
-    """One that is refused, and so leaves no run, may begin with other data when they are mended."""
+    """Run a step. If it is refused before it has a run, forget its digests: its data may change."""
     try:
         work()
     except UNREADABLE:
@@ -187,7 +187,7 @@ def _take(run: Run, name: str, work: Callable[[], None]) -> None:
 
 
 def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:
-    """By step, the adapter it left; a training of all weights leaves none."""
+    """Return the adapter folders by step. A full-weight training has none."""
     folders = {
         name: place_of(pipeline, name) / ADAPTERS[step.loop]
         for name, step in config.steps.items()
@@ -197,7 +197,7 @@ def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:
 
 
 def _plan(config: PipelineConfig, open_run: RunOpener, display: Display) -> RunPlan[PipelineReport]:
-    """What is left when all steps have ended."""
+    """Plan the report, after all steps have ended."""
     assert open_run.folder is not None
     pipeline = open_run.folder
     if config.report is None:
@@ -218,7 +218,7 @@ def _plan(config: PipelineConfig, open_run: RunOpener, display: Display) -> RunP
 async def _report_steps(
     config: PipelineConfig, pipeline: Path
 ) -> AsyncIterator[Callable[[Run], Awaitable[PipelineReport]]]:
-    """Of a pipeline that measures nothing itself: what its steps say."""
+    """Yield what reports the steps' own results, for a pipeline without an evaluation."""
 
     async def report_steps(run: Run) -> PipelineReport:
         steps = await run_in_thread(_describe_all, config, pipeline)
@@ -238,8 +238,7 @@ def _describe_all(config: PipelineConfig, pipeline: Path) -> tuple[PipelineStep,
 
 
 def _require_one_model(config: PipelineConfig, steps: Mapping[str, Config]) -> None:
-    """ConfigError where the report would measure an adapter of another model, when all steps have
-    ended."""
+    """Raise ConfigError if a step's adapter has another base model than the report measures."""
     if config.report is None:
         return
     names = _names_of(config.report.model)
@@ -262,21 +261,20 @@ def _require_one_model(config: PipelineConfig, steps: Mapping[str, Config]) -> N
 
 
 def _names_of(model: str) -> frozenset[str]:
-    """A folder may be linked under another name."""
+    """Names of a model. A linked folder also has the name of its target."""
     return model_names(model, expanded(model).resolve().name)
 
 
-# Whether the tasks of the report are new to all steps.
+# Check that no step has seen the report's tasks.
 
 
 def _require_unseen(
     config: PipelineConfig, steps: Mapping[str, Config], *, are_made: bool = True
 ) -> None:
-    """TaskError where a step has seen a task of the report, by its prompt. What other steps leave
-    is not looked at if they are not `are_made`."""
+    """Raise TaskError if a step has seen a report prompt. Steps' outputs are read if `are_made`."""
     if config.report is None:
         return
-    tasks = read_inputs(config.report).tasks  # refuses a model too, before the first step
+    tasks = read_inputs(config.report).tasks  # also refuses a missing model before the first step
     asked = {_words(task.prompt) for task in tasks}
     for name, settings in steps.items():
         made = [] if are_made else [key for key, _ in feeds(config, name)]
@@ -289,7 +287,7 @@ def _require_unseen(
 
 
 def _words(prompt: str | tuple[Message, ...]) -> str:
-    """What is asked, whether as a text or as a chat, and under any system message."""
+    """Return the words of a prompt, equal for a text and a chat, without system messages."""
     if not isinstance(prompt, str):
         turns = [message for message in prompt if message.role != "system"]
         texts = [f"{turn.role}: {turn.content}" for turn in turns]

@@ -1,9 +1,9 @@
-"""The models of an evolution, open for a block: APIs by `llm`, an engine of ours by `rookery`.
+"""Opens the models of an evolution for a block: APIs from `llm`, our own engine from `rookery`.
 
     async with open_models(config, display, engine=inputs.engine) as opened:
         reply = await opened.models["gpt-4o"].reply(request)
 
-Without an engine nothing here needs torch.
+Needs torch only with an engine.
 """
 
 import os
@@ -32,35 +32,34 @@ if TYPE_CHECKING:
 __all__ = ["list_models", "open_config_embedder", "open_models"]
 
 REASONING = ("o1", "o3", "o4-", "gpt-5", "gpt-oss-120b", "gpt-oss-20b")
-"""How the names of models begin that take max_completion_tokens, as OpenEvolve lists them."""
+"""Name prefixes of models that take max_completion_tokens, as OpenEvolve lists them."""
 NO_SEED = "generativelanguage.googleapis.com"
-"""An API that refuses requests with a seed."""
+"""Host of an API that refuses requests with a seed."""
 
 
 @asynccontextmanager
 async def open_models(
     config: EvolveConfig, display: Display, *, engine: "OwnEngine | None" = None
 ) -> AsyncIterator[Models]:
-    """A model is asked for a word only where its API does not list it. `engine` has those of
-    `rookery.engine`; None: none is used."""
+    """Open all models and check each API. `engine` is that of `rookery.engine`; None: not used."""
     by_name, own_names = list_models(config), config.rookery.engine_models
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}
         for name, model in by_name.items():
             if name not in own_names:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
-        own = Models(models={})
+        from_engine = Models(models={})
         if engine is not None:
             from rookery.compose.engine_models import open_engine_models
 
             names = [name for name in by_name if name in own_names]
             opening = open_engine_models(engine, names, display)
-            own = await stack.enter_async_context(opening)
-        yield replace(own, models={**models, **own.models})
+            from_engine = await stack.enter_async_context(opening)
+        yield replace(from_engine, models={**models, **from_engine.models})
 
 
 def list_models(config: EvolveConfig) -> dict[str, ModelConfig]:
-    """A model that is named twice, as primary and as secondary, is one model."""
+    """Return the models by name. A model named twice, as primary and secondary, is one model."""
     judges = config.llm.judges if config.evaluator.use_llm_feedback else ()
     models: dict[str, ModelConfig] = {}
     for model in (*config.llm.ensemble, *judges):
@@ -103,19 +102,14 @@ async def _open_api_model(
 
 
 def _key_hint(key: str) -> str:
-    """What to do when the server refuses the key."""
+    """Return the hint for the error of a server that refuses the key."""
     if not key:
         return "Export OPENAI_API_KEY=..., or write llm.api_key: ${VARIABLE}."
     names = [name for name, value in os.environ.items() if value == key]
     return f"The key came from {names[0]}." if names else "The key came from llm.api_key."
 
 
-# The embedding model of an evolution, open for a block, or none where its config names none.
-#
-#     async with open_config_embedder(config, environment=os.environ) as embedder:
-#         await embedder.embed("x = 1")
-#
-# Servers and keys are found as OpenEvolve finds them.
+# The embedding model of an evolution. Servers and keys are found as OpenEvolve finds them.
 
 
 OPENAI_KEYS = ("OPENAI_EMBEDDING_API_KEY", "OPENAI_API_KEY")
@@ -127,16 +121,17 @@ KNOWN = {
     "text-embedding-3-large": (DEFAULT_API_BASE, OPENAI_KEYS),
     "text-embedding-3-small": (DEFAULT_API_BASE, OPENAI_KEYS),
 }
-"""Models whose server needs no name: its URL, and the variables that may hold its key."""
+"""Embedding models with a known server: its URL, and the variables that may hold its key."""
 LIMITS = ExternalClientConfig(request_s=30.0, busy_s=30.0)
-"""An embedding takes well under a second; one that fails is counted, and the run goes on."""
+"""Limits of an embedding request, which takes well under 1 s. A failed one does not end the run."""
 
 
 @asynccontextmanager
 async def open_config_embedder(
     config: EvolveConfig, *, environment: Mapping[str, str]
 ) -> AsyncIterator[ExternalEmbedder | None]:
-    """A key that the server refuses is a ConfigError; a server that is down is left for later."""
+    """Open the embedding model, or yield None if the config names none. A refused key is a
+    ConfigError. A server that is down is not an error yet."""
     if not config.database.is_compared:
         yield None
         return

@@ -1,14 +1,15 @@
-"""How every run is planned, opened, resumed and reported, and the event loop it runs in.
+"""Plans, opens, resumes and reports every run, and starts its event loop.
 
     GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
     outcome = GENOME.start("mine.yaml", {"seed": 3}, name="", runs_dir="runs")
-    outcome = resume("runs/demo")                   # of kinds.py
+    outcome = resume("runs/demo")                   # in kinds.py
 
-    plan      read everything that the config names, and digest it      nothing is left behind
-    open      the engine; refuse what it cannot do                      nothing is left behind
-    run       made, or opened where it was, on the same inputs          the folder is there
+    stage     what it does                                              if it fails
+    plan      read and digest all inputs that the config names          no run is left
+    open      open the engine; refuse what it cannot do                 no run is left
+    run       create the run, or open it on the same inputs             the run is left
     loop      inputs, engine, run, observer -> report                   resumes from its events
-    page      report.html, and the run is finished
+    page      write report.html and finish the run                      resumes from its events
 
 `KINDS` of `rookery.compose` lists the kinds of runs.
 """
@@ -105,45 +106,44 @@ Settings = TypeVar("Settings", bound=Config)
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[Report]):
-    """A finished run: its report, and the folder with everything else it left."""
+    """A finished run: its report, and the folder with its other results."""
 
     report: Report
     path: Path
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the result, and where its page is."""
+        """Return HTML for notebooks: the result, and a link to its page."""
         page = self.path / "report.html"
         link = f'<a href="{escape(page.absolute().as_uri())}">{escape(str(page))}</a>'
         return f"{render_summary(self.report)}<p>{link}</p>"
 
 
 ConfigSource = str | Path | Mapping[str, Any]
-"""A config file, or a document as such a file would hold it."""
+"""A config file, or a document with the content of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedOn:
-    """What the run of a whole was started on."""
+    """The run of a pipeline or league, and the inputs that one of its steps must match."""
 
     folder: Path
     inputs: RunInputs
-    """What this step reads and no other step makes."""
+    """Inputs of the step that no other step makes, digested when the whole began."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOpener:
-    """Makes a run or goes on with one, when everything that can be refused has been read."""
+    """Creates or reopens a run. Call it after all checks of the inputs have passed."""
 
     open: Callable[[], AbstractContextManager[Run]]
     folder: Path | None = None
-    """Of the run to go on with; None: a new one."""
+    """Folder of the run to resume; None: a new run."""
     place: Path | None = None
-    """Where a new run will be; without a name, one as long beside it."""
+    """Folder of a new run. If the run has no name yet, its final folder may differ."""
     rescored: tuple[str, ...] | None = None
-    """When what it recorded is to be scored again: the kinds of its events that follow from
-    rewards."""
+    """Kinds of events that depend on rewards, if recorded answers are scored again."""
     whole: StartedOn | None = None
-    """Of a step: it reads the same, or does not begin."""
+    """Set for a step: its inputs must match."""
 
     @property
     def is_new(self) -> bool:
@@ -158,23 +158,22 @@ class RunPlan(Generic[Report]):
     """A run whose inputs have all been read."""
 
     inputs: RunInputs
-    """What it reads, see `on_same_inputs`. All weights are read while the engine opens."""
+    """Inputs to check, see `on_same_inputs`. Weights are digested while the engine opens."""
     opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
-    """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
+    """Opens and checks the engine; yields the loop, a function from a run to its report."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunKind(Generic[Settings, Report]):
-    """What a run is made from, and what takes it to its end, from its beginning or from where it
-    was."""
+    """A kind of run: its config, and the function that starts or resumes a run and finishes it."""
 
     name: str
     config: type[Settings]
     finish: Callable[[Settings, RunOpener, Display], Outcome[Report]]
     inputs: Callable[[Settings, IsMade], RunInputs] = lambda _config, _is_made: RunInputs()
-    """As a step: reads what no other step makes."""
+    """Reads the inputs of a step that no other step makes."""
     scored: tuple[str, ...] | None = None
-    """Kinds of events, beside rollouts, that follow from rewards; None: it has no scorer."""
+    """Kinds of events, beside rollouts, that depend on rewards. None: the kind has no scorer."""
 
     def start(
         self,
@@ -186,7 +185,7 @@ class RunKind(Generic[Settings, Report]):
         progress: bool = True,
         whole: StartedOn | None = None,
     ) -> Outcome[Report]:
-        """A new run, to its end. `values` are keys of the config, see `read_config`."""
+        """Create a run and finish it. `values` are keys of the config, see `read_config`."""
         config = read_config(self.config, source, values, runs_dir=runs_dir)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         open_run = replace(open_run, whole=whole)
@@ -198,7 +197,7 @@ def finisher(
     *,
     track: Callable[[Settings], Sequence[TrackerName]] = lambda _: (),
 ) -> Callable[[Settings, RunOpener, Display], Outcome[Report]]:
-    """What takes a run of a kind to its end, from its beginning or from where it was."""
+    """Return the `finish` of a `RunKind` from its `plan`."""
 
     def finish(config: Settings, open_run: RunOpener, display: Display) -> Outcome[Report]:
         open_run = tracked(open_run, track(config))
@@ -212,7 +211,7 @@ def finisher(
 async def carry_out(
     planned: RunPlan[Report], open_run: RunOpener, display: Display
 ) -> Outcome[Report]:
-    """The run to its end. What can be refused is refused before it is made."""
+    """Carry out a planned run. All checks of inputs and engine come before the run is created."""
 
     def check() -> RunOpener:
         inputs = InputReader().digest(planned.inputs)
@@ -235,12 +234,12 @@ def read_config(
     *,
     runs_dir: str | Path = "runs",
 ) -> Settings:
-    """A config from a file, a document or a config, with keyword values laid over it.
+    """Read a config from a file, a document or a config, and override it with `values`.
 
-    Paths in a file are relative to it, all others to the current folder; `run:NAME/PART` is what a
-    run in `runs_dir` left. A mapping given for a section changes the keys it names:
-    `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One of another `type` replaces the
-    section: the keys of a type are its own.
+    Paths in a file are relative to it, all others to the current folder. `run:NAME/PART` refers to
+    the output of a run in `runs_dir`. A mapping overrides only the keys it names:
+    `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. A mapping with another `type` replaces
+    the whole section, because the keys depend on the type.
     """
     resolve = partial(resolve_references, find=in_folder(runs_dir), later=model.resolved_later)
     values = resolve(values)
@@ -260,7 +259,7 @@ def read_config(
 
 
 def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with values laid over it, section by section."""
+    """Override the document with the values, section by section."""
     merged = dict(document)
     for key, value in values.items():
         section = merged.get(key)
@@ -271,16 +270,14 @@ def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _is_other(section: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether a section is to be of another type. One that names none is an embedded engine: all
-    other sections with types must name theirs."""
+    """True if the value has another `type` than the section. A section without one is an embedded
+    engine: all other typed sections must name their type."""
     return "type" in value and value["type"] != section.get("type", "embedded")
 
 
 def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> RunOpener:
-    """The run that is made later, so that a model or an adapter that cannot be used leaves none.
-
-    A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
-    """
+    """Return an opener that creates the run later, so that bad inputs leave no folder. A taken name
+    and a folder that cannot hold runs are refused now, before a model is read."""
     root = Path(runs_dir)
     _require_folder(root)
     if name:
@@ -299,7 +296,7 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Ru
 
 
 def tracked(open_run: RunOpener, names: Sequence[TrackerName]) -> RunOpener:
-    """The run with trackers that follow its metrics; one that is not installed is refused now."""
+    """Attach trackers that follow the run's metrics. A missing tracker package is refused now."""
     require_trackers(names)
 
     @contextmanager
@@ -322,18 +319,17 @@ def _require_folder(runs_dir: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was begun there."""
+    """True if the folder holds a run."""
     try:
         Run.view(path).close()
     except RunError:
-        return False  # if something else is there, `Run.create` says what
+        return False  # `Run.create` reports anything else there
     return True
 
 
 @contextmanager
 def resumable(path: Path, display: Display) -> Iterator[None]:
-    """Says where to watch a run. What ends it before its end says how to go on with it: Ctrl-C,
-    SIGTERM, and the loss of servers or workers. A run that left no folder is begun again."""
+    """Print where to watch the run and, after Ctrl-C or a loss of workers, how to resume it."""
     address = run_address(path)
     command = f"with: rookery ui {shlex.quote(str(path.parent))}"
     display.hint(f"See it live {f'at {address}' if address else command}")
@@ -350,16 +346,16 @@ def resumable(path: Path, display: Display) -> Iterator[None]:
 
 
 async def write_page(run: Run) -> None:
-    """Write the page of a run whose report is written, which ends the run."""
+    """Write the page of a run that has its report, and finish the run."""
     page = await asyncio.to_thread(render_run, run.path, status="done")
     await run_in_thread(run.write_text, "report.html", page)
     await run_in_thread(run.finish, "finished")
 
 
 def run_async(work: Coroutine[Any, Any, Result], *, stop_s: float | None = None) -> Result:
-    """The only place where an event loop starts: in this thread, or in one of its own where a loop
-    runs already, as in a notebook. Ctrl-C and SIGTERM cancel the work and wait for its end; with
-    `stop_s` the process, unless it is a notebook's, ends so much later in any case."""
+    """Run the coroutine in a new event loop: in this thread or, if a loop already runs here as in a
+    notebook, in another. Ctrl-C and SIGTERM cancel it and wait for its end. With `stop_s`, the
+    process exits at most that many seconds later, unless it is a notebook's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -368,7 +364,7 @@ def run_async(work: Coroutine[Any, Any, Result], *, stop_s: float | None = None)
 
 
 def quiet_libraries() -> None:
-    """The libraries print bars and warnings of their own; ours say what matters."""
+    """Silence progress bars and warnings of libraries: Rookery prints its own."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -379,8 +375,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-# What a run was started on: it does not go on with other tasks, another model or another scorer
-# under the same names.
+# Digests of a run's inputs, so that it is not resumed on other tasks, models or scorers.
 
 
 INPUTS = "inputs.json"
@@ -393,12 +388,11 @@ def on_same_inputs(
     *,
     file: str = INPUTS,
 ) -> RunOpener:
-    """The run with the digests of its data and its scorers, by name. One that was started on others
-    is refused now, and stays as it is; with other scorers it may go on when all is scored again.
+    """Return an opener that checks and records the digests of the run's inputs.
 
-    The recorded answers are known by the ids of their tasks: a task that changed under its id would
-    be reported with the answers to another question. Weights that changed under their path would be
-    trained on, and reported with the answers of the former ones.
+    If the recorded digests differ, refuse now and leave the run unchanged. Changed scorers are
+    allowed if answers are rescored. The check is needed because answers are recorded by task id and
+    weights by path: changed content under the same name would get the old results.
     """
     scorers = scorers or {}
     if open_run.whole is not None:
@@ -428,8 +422,7 @@ def on_same_inputs(
 
 
 def read_digests(folder: Path | None, file: str = INPUTS) -> dict[str, str] | None:
-    """What a run was started on. None: one that was killed before it had a record has no answers
-    either."""
+    """Read the recorded digests of a run. None: it has neither these nor answers."""
     if folder is None or not (folder / file).exists():
         return None
     with Run.view(folder) as run:
@@ -440,7 +433,7 @@ def read_digests(folder: Path | None, file: str = INPUTS) -> dict[str, str] | No
 def require_same_scorers(
     folder: Path, known: Mapping[str, str], scorers: Mapping[str, str]
 ) -> None:
-    """RunError where scorers are others than those that the run in a folder recorded rewards of."""
+    """Raise RunError if a scorer has changed since the run recorded rewards."""
     if changed := _changed(known, scorers):
         raise RunError(
             f"{', '.join(changed)} changed since {folder} was started, and it recorded rewards of "
@@ -459,7 +452,7 @@ def require_same(
     digests: Mapping[str, str],
     scorers: Collection[str] = (),
 ) -> None:
-    """RunError where data are others than those that the run in a folder was started on."""
+    """Raise RunError if data have changed since the run in the folder was started."""
     names = {*known, *digests} - set(scorers)
     changed = sorted(name for name in names if known.get(name) != digests.get(name))
     if changed:
@@ -469,11 +462,11 @@ def require_same(
         )
 
 
-# What several kinds of runs read and open before the run is made, and say to the user.
+# Shared by several kinds of runs before the run is created.
 
 
 def read_tasksets(configs: Iterable[TasksetConfig], display: Display) -> list[Taskset]:
-    """The tasksets of one run; TaskError for a split that should have tasks and has none."""
+    """Load the tasksets of a run. Raises TaskError for an empty required split."""
     tasksets = load_tasksets(configs)
     for taskset in tasksets:
         for name in SPLITS:
@@ -484,8 +477,8 @@ def read_tasksets(configs: Iterable[TasksetConfig], display: Display) -> list[Ta
 
 @asynccontextmanager
 async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> AsyncIterator[Engine]:
-    """The engine, open for the block; what takes long is said."""
-    from rookery.engines import open_engine  # needs the extra `hf`, and evolve need not have it
+    """Open the engine for the block, and show the progress of loading and launching."""
+    from rookery.engines import open_engine  # needs the extra `hf`; evolve does not
 
     if config.type == "embedded":
         display.say(f"loading {config.model}")
@@ -494,20 +487,19 @@ async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> Asyn
             yield engine
 
 
-# Whether this process is one of several that torchrun started, from what it put into the
-# environment.
+# Position of this process under torchrun, from the environment.
 
 
 def is_first_process() -> bool:
-    """The first one owns the run and speaks; the others compute. True without torchrun."""
+    """True for the process that owns the run and prints, and without torchrun. Others compute."""
     return int(os.environ.get("RANK") or 0) == 0
 
 
 def num_processes() -> int:
-    """On all machines; 1 without torchrun."""
+    """Return the number of processes on all machines; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def num_local_processes() -> int:
-    """On this machine."""
+    """Return the number of processes on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,4 +1,4 @@
-"""`serve`: the HTTP service, from its config to its end."""
+"""`serve`: runs the HTTP service from its config."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ __all__ = [
     "tokenizer_of",
 ]
 
-# What environment variables say about the service's parts: USE_VLLM and USE_MEGATRON.
+# The environment variables USE_VLLM and USE_MEGATRON select parts of the service.
 
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
@@ -70,8 +70,8 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 def engine_of_environment(
     configured: AnyEngineConfig, environment: Mapping[str, str], *, port: int
 ) -> AnyEngineConfig:
-    """The vLLM server of USE_VLLM, VLLM_BASE_URL or VLLM_HOST and VLLM_PORT; without them what is
-    configured. `port` is the service's own."""
+    """Return the vLLM server of VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT, if USE_VLLM is set; else
+    the configured engine. `port` is the service's own."""
     if not _is_set(environment, "USE_VLLM"):
         return configured
     host = environment.get("VLLM_HOST") or "localhost"
@@ -87,7 +87,7 @@ def engine_of_environment(
 
 
 def megatron_of_environment(configured: str | None, environment: Mapping[str, str]) -> str | None:
-    """The server of USE_MEGATRON and MEGATRON_SERVER_URL; without them what is configured."""
+    """Return MEGATRON_SERVER_URL if USE_MEGATRON is set, else the configured server."""
     if not _is_set(environment, "USE_MEGATRON"):
         return configured
     return environment.get("MEGATRON_SERVER_URL") or "http://localhost:5000"
@@ -100,7 +100,7 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
     return value in _TRUE
 
 
-# Models for the service: an engine and a trainer over one copy of the weights, as a Backend.
+# Backends: an engine and a trainer over one copy of a model's weights.
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -112,7 +112,7 @@ UNEMBED = ("lm_head",)
 async def open_backend(
     model: str, *, engine: AnyEngineConfig, trainer: TrainerConfig, alpha: float
 ) -> AsyncIterator[Backend]:
-    """The engine and the trainer of one model, open for the block."""
+    """Open the engine and the trainer of one model for the block."""
     folder = await asyncio.to_thread(resolve_model, model)
     template = await asyncio.to_thread(load_template, folder.path, chat=False)
     weights = await _load(folder, engine)
@@ -142,7 +142,7 @@ def _backend(
 
 
 class LoraTrainees:
-    """The trainees of a LoraTrainer, for callers without tensors."""
+    """`Trainees` of a LoraTrainer, for callers without tensors."""
 
     def __init__(
         self, trainer: LoraTrainer, model: SlottedModel, *, base: str, alpha: float
@@ -182,7 +182,7 @@ class LoraTrainees:
 
 
 def lora_config(shape: LoraShape, linears: Iterable[str], *, alpha: float) -> LoraConfig:
-    """Of the layers that the client chose, those that the model has."""
+    """Return the LoRA config of a client's shape, limited to layers that the model has."""
     chosen = {ATTENTION: shape.train_attn, MLP: shape.train_mlp, UNEMBED: shape.train_unembed}
     ends = {name.rpartition(".")[2] for name in linears}
     names = [name for group, is_chosen in chosen.items() if is_chosen for name in group]
@@ -191,7 +191,7 @@ def lora_config(shape: LoraShape, linears: Iterable[str], *, alpha: float) -> Lo
 
 
 class FolderAdapters:
-    """PEFT folders into an engine."""
+    """Loads PEFT folders into an engine."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
@@ -205,7 +205,7 @@ class FolderAdapters:
 
 
 class TemplateCodec:
-    """Text and chats by a model's own tokenizer and chat template."""
+    """Encodes texts and chats with the model's own tokenizer and chat template."""
 
     def __init__(self, template: Template) -> None:
         self._template = template
@@ -223,7 +223,7 @@ class TemplateCodec:
 
 
 async def _load(folder: ModelFolder, config: AnyEngineConfig) -> SlottedModel:
-    """The weights that are trained on, and drawn from where the engine is in this process."""
+    """Load the weights for training. An embedded engine samples from the same copy."""
     dtype, device = "auto", "auto"
     if config.type == "embedded":
         dtype, device = config.dtype, config.device
@@ -251,24 +251,24 @@ async def _open_engine(
 
 
 def merge_into(model: Path, adapter: Path, target: Path) -> None:
-    """A model folder with a PEFT folder merged into it."""
+    """Write a model folder with a PEFT folder merged into it."""
     write_merged(model, read_adapter(adapter), target)
 
 
 def tokenizer_of(model: str, folder: ModelFolder) -> str:
-    """A model's id where it has one; else its folder, for clients on this machine."""
+    """Return the model's Hugging Face id or, for clients on this machine, its folder."""
     is_id = "/" in model and not expanded(model).exists()
     return model if is_id else str(folder.path.resolve())
 
 
-# A model on a Megatron server for the service: it trains, and samples unless vLLM does.
+# A model on a Megatron server, which trains, and samples unless vLLM does.
 
 
 @asynccontextmanager
 async def open_megatron_backend(
     model: str, *, url: str, engine: AnyEngineConfig, alpha: float
 ) -> AsyncIterator[Backend]:
-    """The server must run this model; its tokenizer is read here."""
+    """Open the Megatron server, which must run this model. Only the tokenizer is read here."""
     folder = await asyncio.to_thread(resolve_model, model)
     template = await asyncio.to_thread(load_template, folder.path, chat=False)
     async with AsyncExitStack() as stack:
@@ -292,7 +292,7 @@ def _check_model(server: MegatronServer, model: str) -> None:
 
 
 class MegatronTrainees:
-    """The trainees of a Megatron server, for callers without tensors."""
+    """`Trainees` of a Megatron server, for callers without tensors."""
 
     def __init__(
         self, trainer: MegatronTrainer, server: MegatronServer, *, base: str, alpha: float
@@ -322,12 +322,12 @@ class MegatronTrainees:
 
 
 STOP_S = 10.0
-"""After Ctrl-C: answers, the running pass and a snapshot have about a third of it each. What is not
-done then is done at the next start."""
+"""Seconds from Ctrl-C to the exit. Open answers, the running pass and a snapshot get about a third
+each. Unfinished work is done at the next start."""
 MERGED = "merged"
-"""In the service's folder: models that an adapter makes of its base model."""
+"""Subfolder of the service with models that have an adapter merged into them."""
 STOP_SERVERS_S = 60.0
-"""The same with servers that were started and must end."""
+"""`STOP_S` of a service with servers to stop."""
 PORT_REMEDY = (
     "A vLLM server takes port 8000 by default too: set `port` of the service, or VLLM_PORT and the "
     "--port of vLLM, to another."
@@ -335,30 +335,29 @@ PORT_REMEDY = (
 
 
 class ServeConfig(Config):
-    """The service: where it listens, who may use it, which models it has."""
+    """Config of the service: its address, users and models."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; one beyond this machine needs a key."""
+    """The address to listen on. An address that other machines reach needs a key."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 takes a free one."""
+    """The port to listen on; 0 takes a free one."""
     models: dict[str, str] = Field(default={"smollm2": "smollm2"}, min_length=1)
-    """Names that clients use for base models, each with its folder, Hugging Face id, or
-    `smollm2`. Names of one folder share it. An adapter folder, `run:NAME/winner` for example, is
-    served as its base model with the adapter in the weights."""
+    """Base models by the names that clients use: a folder, a Hugging Face id, or `smollm2`. Names
+    with the same value share one copy. An adapter folder, such as `run:NAME/winner`, is served as
+    its base model with the adapter merged into the weights."""
     folder: Path = Path("runs/serve")
-    """Where everything is kept that survives a restart."""
+    """The folder for everything that survives a restart."""
     anonymous: bool = False
-    """Serve without keys, everybody as one tenant; on this machine's own address only."""
+    """Serve without keys, with all clients as one tenant; only on a loopback address."""
     keys: Path | None = None
-    """The key file; by default that of `rookery keys`."""
+    """The key file; null: that of `rookery keys`."""
     engine: EngineChoice = Field(default_factory=EngineConfig)
-    """What samples: in this process, sharing its weights with the trainer, or vLLM servers."""
+    """The engine that samples: this process, on the trainer's weights, or vLLM servers."""
     megatron: str | None = None
-    """The address of a Megatron server, which then trains, and samples too unless `engine` is vLLM
-    servers."""
+    """The URL of a Megatron server that trains, and samples unless `engine` is vLLM servers."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     lora_alpha: float = Field(default=32.0, gt=0)
-    """Adapters are multiplied by this over their rank; clients cannot choose it."""
+    """Adapters are scaled by this value divided by their rank. Clients cannot choose it."""
     service: ServiceConfig = Field(default_factory=ServiceConfig)
 
     @field_validator("engine")
@@ -371,7 +370,7 @@ class ServeConfig(Config):
         return engine
 
     def from_folder(self, folder: Path) -> "ServeConfig":
-        """With its paths taken from the folder of its file."""
+        """Make paths relative to the folder of the config file."""
         adapters = tuple(folder / one for one in self.service.adapter_folders)
         return self.model_copy(
             update={
@@ -390,8 +389,8 @@ def serve(
     on_stop: Callable[[int, float], None] = lambda *_: None,
     **values: Any,
 ) -> None:
-    """Serve until Ctrl-C. `on_ready` is told the address, `on_stop` how many requests are not done
-    and within how many seconds the process ends."""
+    """Serve until Ctrl-C. `on_ready` gets the URL. `on_stop` gets the number of unfinished requests
+    and the seconds until the process ends."""
     loaded = read_config(ServeConfig, config, values)
     engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)
     megatron = megatron_of_environment(loaded.megatron, os.environ)
@@ -416,11 +415,11 @@ async def serving(
     backends: Mapping[str, Backend] | None = None,
     on_stop: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """The service at its address, inside the block; with backends of the caller's instead of the
-    models of the config. `on_stop` is told how many requests are not done at its end."""
+    """Run the service inside the block; yields its URL. `backends` replace the models of the
+    config. `on_stop` gets the number of unfinished requests."""
     keys = _keys(config)
     ports = listen_all(config.host, [config.port], remedy=PORT_REMEDY)
-    # Taken before models are loaded.
+    # Listen before loading models, so that a taken port fails at once.
     with (
         ports as listeners,
         open_or_create(config.folder, kind="serve", config=config) as run,
@@ -465,7 +464,7 @@ async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[
 
 
 def _served_model(model: str, folder: Path) -> str:
-    """The model, or the folder of what an adapter makes of its base model, written once."""
+    """Return the model or, for an adapter, the folder of its merged model. Merged at first use."""
     path = expanded(model)
     if not (path / "adapter_config.json").is_file():
         return model

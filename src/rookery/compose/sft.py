@@ -1,4 +1,4 @@
-"""`run_sft`: an adapter from a taskset with known answers."""
+"""`run_sft`: trains an adapter on a taskset with known answers."""
 
 import shutil
 import tempfile
@@ -46,24 +46,23 @@ TRAINED, CHECKPOINTS = "trained", "training"
 
 
 class SftRunConfig(SftConfig):
-    """A supervised fine-tuning from its data to its adapter."""
+    """Config of a supervised fine-tuning run."""
 
     model: str
     """A Hugging Face id, a local folder, or `smollm2`."""
     taskset: str
     """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME."""
     split: Split = "search"
-    """Which part of the taskset to train on."""
+    """The part of the taskset to train on."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU when there is one."""
+    """The device to compute on; `auto` takes a GPU if there is one."""
     engine: ServiceClientConfig | None = None
-    """A service to train on (`{type: service, url: ...}`), in place of this process. It has the
-    weights; `model` is then only read for its tokenizer."""
+    """A service to train on (`{type: service, url: ...}`); `model` is read for its tokenizer."""
     out: Path | None = None
-    """A PEFT folder to write besides RUN/trained, which the adapter is then named after."""
+    """A second PEFT folder to write beside RUN/trained. The adapter takes its name."""
 
     def from_folder(self, folder: Path) -> "SftRunConfig":
-        """Paths from there; a model or a taskset only where it is one."""
+        """Make paths absolute; `model` and `taskset` only if they exist as paths."""
         place = folder.absolute()
         named = EvaluationConfig(model=self.model, taskset=self.taskset).from_folder(place)
         paths = {
@@ -84,11 +83,11 @@ def run_sft(
     progress: bool = True,
     **values: Any,
 ) -> Adapter:
-    """Train a LoRA adapter on the answers of a taskset: RUN/trained, and `out`, are PEFT folders.
+    """Train a LoRA adapter on the answers of a taskset, and write it to RUN/trained and `out`.
 
     `run_sft("smollm2", "generated:label-kind", "out/kind", steps=40)`; `values` are `split`,
-    `device` and keys of the training config, laid over `config` where both are given. A training
-    without a name that was interrupted goes on when it is called again.
+    `device` and keys of the training config, which override `config`. If `name` is empty and a
+    training with the same config was interrupted, it is resumed.
     """
     outcome = start_sft(
         model, taskset, out, config=config, name=name, runs_dir=runs_dir, progress=progress,
@@ -109,7 +108,7 @@ def start_sft(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[SftReport]:
-    """`run_sft`, and the run it made or went on with."""
+    """Do the work of `run_sft`, and return the outcome of its run."""
     if out is not None and Path(out).name in ("", ".."):
         raise AdapterError(f"{out} has no name for an adapter; give a path such as out/poet.")
     document = merge({} if config is None else config.model_dump(mode="json"), values)
@@ -124,9 +123,9 @@ def start_sft(
 
 
 def _find_interrupted(config: SftRunConfig, runs_dir: Path) -> Path | None:
-    """The last run of this config that nobody works on and that has not ended."""
+    """Return the newest run of this config that is neither finished nor running."""
     for path in reversed(find_runs(runs_dir)):
-        with suppress(RunError), Run.view(path) as run:  # one that cannot be read is none of these
+        with suppress(RunError), Run.view(path) as run:  # skip unreadable runs
             is_open = run.kind == SFT.name and run.status not in ("finished", "running")
             if is_open and run.config == config.model_dump(mode="json"):
                 return path
@@ -188,7 +187,7 @@ async def _open(
 async def _prepared(
     config: SftRunConfig, taskset: Taskset, init: Adapter | None, display: Display
 ) -> AsyncIterator[tuple[SftTraining, Forget]]:
-    """The training, here or on a service, and what ends it for good."""
+    """Open the training, here or on a service. Also yields what deletes its states there."""
     folder = resolve_model(config.model)
     template, tasks = load_template(folder.path), taskset.split(config.split)
     name, base = _adapter_name(config), base_name(config.model)
@@ -245,7 +244,7 @@ def _loop(
             budget, num_done = Budget(config.budget, run), len(run.metrics())
 
             async def has_room(step: int) -> bool:
-                if step % config.save_every == 0:  # that long it has worked if it is killed
+                if step % config.save_every == 0:  # records the time worked if it is killed
                     await run.append("training", {"step": step}, key=str(step))
                 return await budget.has_room(step, num_done=num_done)
 
@@ -272,7 +271,7 @@ def _metrics(step: SftStep) -> dict[str, float]:
 
 
 def _find_trained(run: Run, config: SftRunConfig) -> Adapter | None:
-    """Of a run that had written its adapter: the trainer's state may be gone."""
+    """Return the adapter if the run had written it: the trainer's state may be deleted."""
     versions = [event.payload["version"] for event in run.events("trained")]
     if not versions or not (run.path / TRAINED).is_dir():
         return None
@@ -283,7 +282,7 @@ def _find_trained(run: Run, config: SftRunConfig) -> Adapter | None:
 def _write(
     run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, data: Sequence[Datum]
 ) -> SftReport:
-    """The adapter and the report."""
+    """Write the adapter and the report."""
     run.write_folder(TRAINED, lambda folder: write_adapter(adapter, folder))
     if config.out is not None:
         write_adapter(adapter, config.out)

@@ -1,11 +1,11 @@
-"""Steps: loops that are run one after the other, each as an ordinary run beside that of the whole.
+"""Runs loops one after the other, each as an ordinary run beside that of the whole.
 
     steps:
       labels: {loop: icm, config: icm.yaml}
       student: {loop: sft, values: {model: smollm2, taskset: "run:labels/sft.jsonl", split: all}}
 
-A step of the run `flow` is called `flow.STEP`: it is shown, inspected and resumed as any other.
-`run:STEP/PART` is what an earlier step left.
+The whole is the run of a pipeline or a league. A step of the run `flow` is the run `flow.STEP`: it
+is shown, inspected and resumed like any other. `run:STEP/PART` refers to an earlier step's output.
 """
 
 import ctypes
@@ -70,31 +70,31 @@ __all__ = [
 
 Loop = Literal["evolve", "genome", "grpo", "icm", "sft"]
 ADAPTERS: Mapping[str, str] = {"genome": "winner", "grpo": "trained", "sft": "trained"}
-"""What a step leaves that can be measured."""
+"""Folder of the adapter in a step's run, by loop."""
 
 
 class StepConfig(Config):
-    """One loop, with its config."""
+    """One loop with its config."""
 
     loop: Loop
-    """Which one."""
+    """The loop to run."""
     config: Path | None = None
-    """Its config file, relative to the pipeline's; empty: `values` are all of it. Of an evolve
-    step the file is its `settings`."""
+    """The loop's config file, relative to the pipeline's file. Empty: `values` are the whole
+    config. For an evolve step, the file holds its `settings`."""
     values: dict[str, Any] = Field(default_factory=dict)
-    """Keys of its config, laid over the file; of an evolve step `program`, `evaluator` and
-    `settings`. `run:STEP/PART` is what an earlier step left. Paths
-    are relative to the step's file; without one, to the pipeline's."""
+    """Keys of the loop's config that override the file. An evolve step has the keys `program`,
+    `evaluator` and `settings`. `run:STEP/PART` refers to the output of an earlier step. Paths are
+    relative to the step's file or, without one, to the pipeline's file."""
 
 
 class StepsConfig(Config):
-    """Loops in their order."""
+    """Loops in order."""
 
     resolved_later = frozenset({"steps"})
     steps: dict[str, StepConfig]
-    """By name, in their order."""
+    """Steps by name, in the order in which they run."""
     folder: Path = Path()
-    """Where relative paths begin: the folder of the file."""
+    """The folder that relative paths start from: that of the config file."""
 
     @field_validator("steps")
     @classmethod
@@ -111,11 +111,11 @@ class StepsConfig(Config):
 
 
 Take = Callable[[Run, str, Callable[[], None]], None]
-"""Takes a step of the run of a whole, by its name."""
+"""Called with the run of the whole, a step's name, and a function that runs the step."""
 
 
 def place_of(whole: Path, step: str) -> Path:
-    """The folder of a step's run."""
+    """Return the folder of a step's run."""
     return whole.with_name(f"{whole.name}.{step}")
 
 
@@ -127,10 +127,12 @@ def take_steps(
     inputs: Mapping[str, RunInputs],
     take: Take = lambda _run, _name, work: work(),
 ) -> RunOpener:
-    """Begin the steps one after the other, go on with them, or find that they have ended; the run
-    of the whole, to be gone on with. `begin` is given that run and says its steps; `take` is given
-    what takes a step, and may leave it out. `inputs` are what the steps read now: one that begins
-    later reads the same, or is refused."""
+    """Start, resume or skip each step in order; return an opener of the whole's run.
+
+    `begin` gets that run and returns its steps. `take` gets a function that runs one step, and may
+    skip it. `inputs` are the current inputs of the steps. A step that begins later must read the
+    same inputs, or is refused.
+    """
     with open_run() as run, resumable(run.path, display):
         config = begin(run)
         path = run.path
@@ -149,10 +151,10 @@ def take_steps(
 
 
 def give_back_memory() -> None:
-    """What a step freed goes back to the machine: the C library keeps gigabytes of it, in pieces
-    that the next model does not fit into."""
+    """Return freed memory to the operating system. The C library otherwise keeps gigabytes of it in
+    fragments that the next model does not fit into."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
@@ -174,33 +176,33 @@ def _take_step(config: StepsConfig, name: str, *, whole: StartedOn, display: Dis
             )
         before = parse_config(kind.config, run.config, origin=str(path / "config.json"))
         changes = find_changes(*(each.model_dump(mode="json") for each in (before, settings)))
-        changes.pop("output", None)  # of an evolve step that was moved
+        changes.pop("output", None)  # the run of an evolve step may have been moved
         is_finished = run.status == "finished"
     if changes:
         raise RunError(
             f"{path} was made with another {', '.join(changes)}: remove it, or give the whole "
             "another --name."
         )
-    has_begun(path, whole.inputs, is_rescored=True)  # refuses other data
+    has_begun(path, whole.inputs, is_rescored=True)  # refuses changed inputs
     if not is_finished:
         resume(path, progress=shown, whole=whole)
 
 
 def has_begun(path: Path, inputs: RunInputs, *, is_rescored: bool) -> bool:
-    """Whether a step's run has a record of its inputs. RunError where they are others now; of
-    scorers unless its answers are scored again."""
+    """True if a step's run has recorded its inputs. Raises RunError if they have changed since.
+    Changed scorers are allowed if `is_rescored`."""
     begun = read_digests(path)
     if begun is None:
         return False
-    own = {each: digest for each, digest in begun.items() if each in inputs.digests}
-    require_same(path, own, inputs.digests)
+    recorded = {each: digest for each, digest in begun.items() if each in inputs.digests}
+    require_same(path, recorded, inputs.digests)
     if not is_rescored:
         require_same_scorers(path, begun, inputs.scorers)
     return True
 
 
 def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:
-    """RunError where a later step was made from an earlier run of this one, which is gone."""
+    """Raise RunError if a later step was made from an earlier run of this step, now deleted."""
     for other in config.steps:
         path = place_of(whole, other)
         if is_run(path) and name in {step for _, step in feeds(config, other)}:
@@ -211,7 +213,7 @@ def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:
 
 
 def _finder(config: StepsConfig, whole: Path, *, are_made: bool) -> Find:
-    """Steps by their names, other runs by theirs."""
+    """Return a lookup of runs by name, which finds steps by their short names."""
     others = in_folder(whole.parent)
 
     def find(name: str) -> Path | None:
@@ -223,8 +225,8 @@ def _finder(config: StepsConfig, whole: Path, *, are_made: bool) -> Find:
 
 
 def read_step(config: StepsConfig, name: str, whole: Path, *, are_made: bool = True) -> Config:
-    """A step's own config; `whole` is where the run of the whole is or will be. What other steps
-    leave need not be there if they are not `are_made`."""
+    """Read a step's own config. `whole` is the folder of the whole's run, existing or not. Unless
+    `are_made`, outputs of other steps need not exist."""
     file, document = _read_document(config, name)
     document = resolve_references(document, find=_finder(config, whole, are_made=are_made))
     origin = f"the step {name}" if file is None else f"the step {name} ({file})"
@@ -244,24 +246,24 @@ def read_step_inputs(
     *,
     made: Collection[str] = (),
 ) -> RunInputs:
-    """What a step reads that no other makes, and that is not `made` by the whole."""
+    """Digest a step's inputs that neither another step nor the whole (`made`) produces."""
     made = {*made, *(key for key, _ in feeds(config, name))}
     return reader.read(name, find_kind(config.steps[name].loop).inputs, settings, made=made)
 
 
 class _StepFiles(Config):
-    """What a step of a pipeline says beside `settings`."""
+    """Keys of an evolve step beside `settings`."""
 
     program: Path
-    """A file or a folder; without an evaluator, a prompt."""
+    """A file or a folder. Without an evaluator, it is a prompt."""
     evaluator: Path | None = None
 
 
 def _read_evolve_step(
     document: Mapping[str, Any], *, origin: str, folder: Path, file: Path | None, output: Path
 ) -> EvolveRunConfig:
-    """The config of an evolution in a pipeline: `program`, `evaluator`, and as `settings` what a
-    config file has. `file` is that file, `folder` is where paths begin."""
+    """Read the config of an evolve step: `program`, `evaluator`, and `settings` with the keys of an
+    evolve config. `file` is the config file, `folder` the start of relative paths."""
     rest = {key: value for key, value in document.items() if key != "settings"}
     files = parse_config(_StepFiles, rest, origin=origin)
     settings = document.get("settings") or {}
@@ -279,7 +281,7 @@ def _read_evolve_step(
 
 
 def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[str, Any]]:
-    """A step's file, if it has one, and its config as it is written."""
+    """Return a step's config file, if any, and its unresolved config."""
     step = config.steps[name]
     file = None if step.config is None else config.folder / step.config.expanduser()
     document = {} if file is None else read_document(file)
@@ -289,7 +291,7 @@ def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[st
 
 
 def feeds(config: StepsConfig, name: str) -> list[tuple[str, str]]:
-    """(key, step) for all that a step takes from other steps."""
+    """Return (key, step) for each config key that refers to the output of another step."""
     return [(key, run) for key, _, run in _references(config, name) if run in config.steps]
 
 
@@ -298,7 +300,7 @@ def _references(config: StepsConfig, name: str) -> list[tuple[str, str, str]]:
 
 
 def require_order(config: StepsConfig) -> None:
-    """ConfigError where a step takes from one that is not before it."""
+    """Raise ConfigError if a step refers to a step that is not before it."""
     earlier: set[str] = set()
     for name in config.steps:
         for key, run in feeds(config, name):
@@ -310,8 +312,8 @@ def require_order(config: StepsConfig) -> None:
 
 
 def require_places(config: StepsConfig, whole: Path) -> None:
-    """An error where the run of a step cannot have its name, or a step takes from a run that is
-    not there; `whole` is where the run of the whole is or will be."""
+    """Raise an error if a step's run cannot have its name, or a step refers to a missing run.
+    `whole` is the folder of the whole's run, existing or not."""
     find = in_folder(whole.parent)
     for name in config.steps:
         check_name(place_of(whole, name).name, what=f"name of the run of the step {name}")
@@ -321,7 +323,7 @@ def require_places(config: StepsConfig, whole: Path) -> None:
 
 
 def describe_step(config: StepsConfig, name: str, whole: Path) -> PipelineStep:
-    """A step that has ended, for a report."""
+    """Describe a finished step for a report."""
     path = place_of(whole, name)
     with Run.view(path) as run:
         sources = [source.run for source in find_sources(run.config)]

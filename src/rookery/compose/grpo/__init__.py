@@ -1,9 +1,9 @@
-"""grpo from its config to its report: one training, a sweep, a plan of memory, a gateway.
+"""Runs grpo from its config to its report: one training, a sweep, a memory plan, a gateway.
 
-setup.py    what the config names, read, and what it means, decided, before anything is opened
-plan.py     `plan_grpo`: what a training holds in memory, and whether it fits
-bridge.py   the engine and the trainer's model, open for a block, and how weights pass between
-policy.py   what is trained, and what the KL term is to
+setup.py    reads all that the config names, and decides what it means, before anything is opened
+plan.py     `plan_grpo`: the memory that a training needs, and whether it fits
+bridge.py   opens the engine and the trainer's model, and passes weights between them
+policy.py   makes the weights that are trained, and the reference of the KL term
 run.py      `run_grpo`: config -> objects -> loop -> report and page; sweeps too
 atropos.py  groups from Atropos environments; the gateway alone
 """

@@ -1,4 +1,4 @@
-"""Atropos environments for a training: the gateway with its engine routes, or a client of one."""
+"""Atropos environments for a training: a gateway with engine routes, or the client of one."""
 
 import asyncio
 import os
@@ -42,11 +42,9 @@ __all__ = [
     "serving_gateway",
 ]
 
-# How much memory this process has taken at most.
-
 
 def peak_memory() -> dict[str, int]:
-    """Bytes by device: this process's own memory, and each GPU's."""
+    """Return the peak memory of this process and of each GPU, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"this process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     for index in range(torch.cuda.device_count()):
@@ -54,25 +52,25 @@ def peak_memory() -> dict[str, int]:
     return peaks
 
 
-# `serve_gateway`: the Atropos API alone, from its config to its end.
+# `serve_gateway`: the Atropos API alone.
 
 
 class GatewayConfig(Config):
-    """The gateway: where it listens, what it keeps, and the engine it passes requests to."""
+    """Config of a gateway: its address, its folder, and the engine that it passes requests to."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 takes a free one."""
+    """The port to listen on; 0 takes a free one."""
     engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()
-    """Further ports for the same routes."""
+    """Further ports with the same routes."""
     folder: Path = Path("runs/gateway")
-    """Where groups are kept until they are trained on."""
+    """The folder that keeps groups until they are trained on."""
     vocab_size: int = Field(ge=1)
-    """Of the trained model: groups with other tokens are refused."""
+    """Vocabulary size of the trained model. Groups with other tokens are refused."""
     engine: EngineChoice | None = None
-    """What `/generate` and `/v1` ask, its base model as it is; null: environments ask elsewhere."""
+    """The engine that answers `/generate` and `/v1` with its base model; null: none does."""
     key: str = Field(default="", repr=False, exclude=True)
-    """What clients must send as a bearer token; needed beyond this machine's own address."""
+    """The bearer token that clients must send. Required if `host` is not a loopback address."""
     body_mib: float = Field(default=64.0, gt=0)
 
     @model_validator(mode="after")
@@ -89,13 +87,13 @@ class GatewayConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> "GatewayConfig":
-        """With its paths taken from the folder of its file."""
+        """Make paths relative to the folder of the config file."""
         engine = None if self.engine is None else engine_from_folder(self.engine, folder)
         return self.model_copy(update={"folder": folder / self.folder, "engine": engine})
 
 
 def serve_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. `on_ready` is told the address."""
+    """Serve until Ctrl-C. `on_ready` gets the URL."""
     if config.engine is not None:
         quiet_libraries()
     run_async(_serve(config, on_ready))
@@ -109,7 +107,7 @@ async def _serve(config: GatewayConfig, on_ready: Callable[[str], None]) -> None
 
 @asynccontextmanager
 async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
-    """The gateway at its address, inside the block."""
+    """Run the gateway inside the block; yields its URL."""
     remedy = "Stop what listens there, or set `port` and `engine_ports`."
     ports = (config.port, *config.engine_ports)
     with (
@@ -144,7 +142,7 @@ PORT_REMEDY = "Stop what listens there, or write environment.port and environmen
 
 
 def gateway_key(config: AtroposConfig) -> str:
-    """The key that clients must send; ConfigError when its variable is empty."""
+    """Return the key that clients must send. Raises ConfigError if its variable is empty."""
     key = os.environ.get(config.key_env, "") if config.key_env else ""
     if config.key_env and not key:
         raise ConfigError(
@@ -157,11 +155,10 @@ def gateway_key(config: AtroposConfig) -> str:
 async def open_source(
     config: GrpoConfig, setup: GrpoSetup, opened: Opened, *, run: Run, say: Callable[[str], None]
 ) -> AsyncIterator[AtroposSource]:
-    """Where the batches of the run come from, while the block runs. `say` is told how far a batch
-    is."""
+    """Open the source of the run's batches. `say` gets the progress of each batch."""
     atropos, shape = setup.atropos, opened.model.shape
     assert atropos is not None
-    # What the trainer cannot read would end the run again and again: a batch is durable.
+    # A batch is durable: one that the trainer cannot read would fail every resume.
     longest = min(atropos.max_token_len, shape.context_tokens)
     registration = _registration(config, run, longest=longest)
     key = gateway_key(atropos)
@@ -204,7 +201,7 @@ async def open_source(
 
 
 def _with_key(url: str, key: str) -> str:
-    """The address that clients without a way to send a key are given."""
+    """Put the key into the URL, for clients that cannot send one."""
     return url.replace("://", f"://any:{quote(key, safe='')}@", 1) if key else url
 
 

@@ -1,17 +1,17 @@
-"""The engine of a grpo run, open for a block beside the trainer's model, and the bridge between.
+"""Opens the engine of a grpo run beside the trainer's model, and the bridge between them.
 
-| bridge    | weights | servers                              | auto takes it                       |
+| bridge    | weights | servers                              | `auto` takes it                     |
 |-----------|---------|--------------------------------------|-------------------------------------|
-| `alias`   | all     | of this machine and device, extended | when all weights can be views       |
-| `copy`    | all     | of this machine, extended            | when `alias` says why it cannot     |
-| `reload`  | all     | that see a folder of this machine    | when a server is not extended       |
+| `alias`   | all     | extended, on this machine and device | if all weights can be views         |
+| `copy`    | all     | extended, on this machine            | if `alias` is not possible          |
+| `reload`  | all     | that see a folder of this machine    | if a server is not extended         |
 | `restart` | all     | started here                         | never                               |
-| `merge`   | LoRA    | one, started on the trainer's GPU    | when nothing else is served there   |
-| `slot`    | LoRA    | of this machine, extended            | when all servers are                |
-| `adapter` | LoRA    | that see a folder of this machine    | else                                |
+| `merge`   | LoRA    | one, started on the trainer's GPU    | if nothing else is served there     |
+| `slot`    | LoRA    | extended, on this machine            | if all servers are                  |
+| `adapter` | LoRA    | that see a folder of this machine    | otherwise                           |
 
-A server is extended when it was started with `fleet/vllm_plugin`. `setup.plan_bridge` decides what
-can be decided before servers start, `choose_bridge` the rest.
+An extended server was started with `fleet/vllm_plugin`. `setup.plan_bridge` decides what is known
+before servers start, `choose_bridge` the rest.
 """
 
 import asyncio
@@ -69,27 +69,27 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """Which one, why, and the memory that servers share with this process, if they do."""
+    """A bridge, the reason for its choice, and memory shared with servers, if any."""
 
     name: BridgeName
     why: str
     shared: SharedBase | None = None
     locks: tuple[TrainerLock, ...] = ()
-    """Nobody else trains these servers' weights until `release`."""
+    """Locks on the servers' weights: no other process trains them until `release`."""
 
     @property
     def is_merge(self) -> bool:
-        """Adapters are added to the weights of a server, which then takes any rank."""
+        """True if adapters are merged into the weights of a server, which then takes any rank."""
         return self.name == "merge"
 
     def release(self) -> None:
-        """Called once, when nothing is published any more."""
+        """Release the locks. Call once, after the last publication."""
         for lock in self.locks:
             lock.release()
 
 
 class Opened(Protocol):
-    """An engine, the model that the trainer computes with, and what is between them."""
+    """An open engine, the trainer's model, and the bridge between them."""
 
     @property
     def engine(self) -> ServingEngine: ...
@@ -102,22 +102,22 @@ class Opened(Protocol):
 
     @property
     def max_kept(self) -> int | None:
-        """Of how many tokens the engine can tell that one was drawn from them; None: of any."""
+        """Maximum number of kept tokens (top_k) that the engine can report; None: any number."""
         ...
 
     def publish_adapters(self, trainer: LoraTrainer) -> None:
-        """Have the trainer publish its adapters to the engine."""
+        """Make the trainer publish its adapters to the engine."""
         ...
 
     def publish_model(self, trainer: FullTrainer, *, like: Path) -> Publisher:
-        """Have the trainer publish its weights to the engine; the publisher of other weights,
-        which are measured when the training is over. `like` is the model's folder."""
+        """Make the trainer publish its weights to the engine. The returned publisher is for other
+        weights, measured after the training. `like` is the model's folder."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """The embedded engine, beside the trainer's model or over it."""
+    """The embedded engine, beside the trainer's model or sharing it."""
 
     engine: EmbeddedEngine
     model: SlottedModel
@@ -139,13 +139,13 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bridged:
-    """Servers, which get the trainer's weights over a bridge."""
+    """Servers that get the trainer's weights over a bridge."""
 
     engine: Fleet
     model: SlottedModel
     bridge: Bridge
     folder: Path
-    """Where models may be put for servers; it goes with the run's process."""
+    """Folder for models that servers load; deleted when the process of the run ends."""
 
     @property
     def max_kept(self) -> int | None:
@@ -190,15 +190,15 @@ class Bridged:
         )
 
 
-# The engine and the model, opened.
+# Opening the engine and the model.
 
 
 @asynccontextmanager
 async def open_beside(
     setup: GrpoSetup, *, gpu_share: float | None, on_launch: OnLaunch
 ) -> AsyncIterator[Opened]:
-    """The engine, and the model that the trainer computes with: the same one when shared.
-    `gpu_share` is the part of its GPU that the trainer leaves to servers, None where they say."""
+    """Open the engine and the trainer's model, which may be the same. `gpu_share` is the fraction
+    of its GPU that the trainer leaves to servers; None: the config decides."""
     engine = setup.engine
     if engine.type == "fleet":
         assert setup.bridge is not None, "a fleet has one"
@@ -243,8 +243,8 @@ async def _open_bridged(
 
 @asynccontextmanager
 async def _loading(setup: GrpoSetup) -> AsyncIterator[Callable[[], Awaitable[SlottedModel]]]:
-    """Gives the trainer's own copy of the model. One to train an adapter on is read while the
-    engine starts; for all weights servers may have one to share."""
+    """Yield a function that returns the trainer's own copy of the model. For an adapter, loading
+    starts beside the engine's start. All weights may be shared by servers, so loading waits."""
     async with task_group() as tasks:
         loading = None if setup.full is not None else tasks.create_task(_load(setup))
 
@@ -266,11 +266,11 @@ async def _load(setup: GrpoSetup) -> SlottedModel:
     )
 
 
-# Which bridge, asked of the servers.
+# Choosing the bridge after servers have started.
 
 
 async def choose_bridge(plan: BridgePlan, engine: Fleet) -> Bridge:
-    """The bridge of the plan; for `auto` the first that fits. The caller releases it."""
+    """Return the plan's bridge or, for `auto`, the first that fits. The caller releases it."""
     if not plan.is_full and not plan.is_merged:
         return _choose_for_adapters(plan, engine)
     with ExitStack() as stack:
@@ -292,7 +292,7 @@ async def _share_for_merging(plan: BridgePlan, engine: Fleet) -> Bridge:
 
 
 async def _share(plan: BridgePlan, engine: Fleet) -> SharedBase:
-    """The servers' memory; FleetError where it has not all weights of the model."""
+    """Map the servers' memory. Raises FleetError if it lacks weights of the model."""
     shared, folder = await share_base(engine), plan.folder
     if folder is not None:
         await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
@@ -300,7 +300,7 @@ async def _share(plan: BridgePlan, engine: Fleet) -> SharedBase:
 
 
 def _lock_weights(fleet: Fleet, stack: ExitStack) -> tuple[TrainerLock, ...]:
-    """Released with the stack."""
+    """Lock the weights of local servers. The stack releases the locks."""
     locks = []
     for replica in fleet.pool.replicas:
         if is_local(replica.url) and (lock := TrainerLock.take(replica.url)) is not None:
@@ -329,8 +329,8 @@ async def _choose_for_weights(plan: BridgePlan, engine: Fleet) -> Bridge:
 async def attach(
     folder: ModelFolder, fleet: Fleet, shared: SharedBase, *, start: Path
 ) -> SlottedModel:
-    """The trainer's model over the servers' memory, which gets the weights that training begins
-    with: a server that ran before may have others."""
+    """Make the trainer's model over the servers' memory, and write the starting weights into it: a
+    server that ran before may have others."""
     model = await asyncio.to_thread(attach_model, folder.path, shared.find, names=folder.names)
     weights = await asyncio.to_thread(read_weights, start, dtype=model.dtype)
     async with paused(fleet.pool.replicas):
@@ -364,8 +364,8 @@ def _choose_for_adapters(plan: BridgePlan, fleet: Fleet) -> Bridge:
 def adapter_publisher(
     engine: Fleet, trainer: LoraTrainer, *, model: SlottedModel, shared: SharedBase | None = None
 ) -> Publisher:
-    """Where an adapter in training goes; it is read on the trainer's GPU where servers can. `model`
-    is what the trainer computes with, `shared` the servers' memory for `merge`."""
+    """Return the publisher of adapters. If possible, servers read them on the trainer's GPU.
+    `model` is the trainer's. `shared` is the servers' memory, for `merge`."""
     if engine.config.in_place:
         trainer.publish_in_place()
     canary = _canary(engine, model)
@@ -376,8 +376,8 @@ def adapter_publisher(
 
 
 class _ProvedAdapters:
-    """A Publisher of a trainer's adapters: what each must say after a text comes from its own
-    trainee, which has its name."""
+    """Publishes a trainer's adapters. The trainee with the adapter's name computes the expected
+    log-probabilities of the canary."""
 
     def __init__(self, bridge: AdapterBridge, trainer: LoraTrainer, text: FixedText) -> None:
         self._bridge, self._trainer, self._text = bridge, trainer, text
@@ -413,7 +413,7 @@ def _canary(fleet: Fleet, model: SlottedModel) -> Canary:
 
 
 async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]:
-    """What the trainer computes with its weights of now."""
+    """Return the log-probabilities of the canary with the trainer's current weights."""
     [output] = await trainer.forward([TrainRequest(trainee=POLICY, data=(canary.datum,))])
     if output.error:
         raise TrainError(f"The trainer cannot read the canary: {output.error}")
@@ -421,12 +421,12 @@ async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]
 
 
 async def _shared_logprobs(text: FixedText, _canary: Canary) -> Sequence[float]:
-    """What the trainer's model computes with the memory that it shares."""
+    """Return the log-probabilities of the canary with the memory shared by trainer and servers."""
     return await run_in_thread(text.logprobs)
 
 
 async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) -> Sequence[float]:
-    """What a model with these weights computes, on the CPU."""
+    """Return the log-probabilities of the canary with these weights, on the CPU."""
 
     def compute() -> Sequence[float]:
         model = attach_model(folder, lambda shapes: {n: weights.tensors[n] for n in shapes})
@@ -438,7 +438,7 @@ async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) 
 async def _write_shared(
     bridge: AliasBridge, model: SlottedModel, weights: ModelWeights
 ) -> ModelRef:
-    """Put other weights into the shared memory: the trainer's are gone then."""
+    """Write other weights into the shared memory. This overwrites the trainer's weights."""
     async with bridge.changing_base() as rename:
         await run_in_thread(model.set_weights, weights.tensors)
         rename(ModelRef(name=weights.name, version=weights.version))

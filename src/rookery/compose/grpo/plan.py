@@ -1,10 +1,10 @@
-"""`plan_grpo`: what a training holds in memory, and whether it fits, before weights are loaded.
+"""`plan_grpo`: estimates the memory of a training, and whether it fits, before weights are loaded.
 
     plan = plan_grpo("mine.yaml")
     plan.total_bytes, plan.fits, [(row.name, row.num_bytes) for row in plan.rows]
 
-Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`, or with
-all that a game may draw (`environment.max_tokens`), as far as the model's context goes.
+Data count with their maximum length: the longest prompts, with answers of `drawing.max_tokens` or
+the tokens that a game may draw (`environment.max_tokens`), up to the model's context.
 """
 
 import math
@@ -40,46 +40,46 @@ __all__ = ["MemoryPlan", "MemoryRow", "plan_grpo", "plan_share", "server_row"]
 
 GIB = 2**30
 MOST_COPIES = 32
-"""Times the weight files: float32 models, masters, gradients, moments and a copy to publish take
-less, also where the files have 16 bit."""
+"""Upper bound for models, masters, gradients, moments and a copy to publish, in multiples of the
+weight files. It holds for float32 models with 16-bit files."""
 MANY_TOKENS = 64
-"""A pass of so many tokens holds less than MOST_COPIES of the weights."""
+"""A pass of this many tokens takes less memory than MOST_COPIES of the weight files."""
 SERVER = "vLLM"
 CUDA_PART = 0.08
-"""Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
+"""Fraction of a GPU shared by two programs for contexts, graphs and fragmentation."""
 ADAPTER_COPIES = 1.5
-"""Times the weight files: a trainer's model, and an adapter with gradients and moments."""
+"""Memory of a trainer's model and an adapter in training, in multiples of the weight files."""
 LEAST_CACHE = GIB
-"""For keys and values, below which a server is of no use."""
+"""Minimum bytes for keys and values with which a server is useful."""
 DRAWN_TOKEN_BYTES = 300
-"""Of a token of an answer that waits to be trained on: numbers of Python, and the batch as it is
-written. 193 were measured for prompts of 100 and answers of 400 tokens."""
+"""Bytes per token of an answer that waits for training: Python numbers, and the batch in written
+form. Measured: 193, with prompts of 100 and answers of 400 tokens."""
 KERNEL_PART = 0.1
-"""Of a pass, on the CPU: what kernels take for themselves, and what the allocator cannot give back
-at once. 0.08 were measured for passes of 4,096 tokens."""
+"""Fraction of a pass on the CPU for kernels, and for memory that the allocator cannot return at
+once. Measured: 0.08, with passes of 4,096 tokens."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""What a container may take."""
+"""File with the memory limit of a container."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One part of what is held at the same time."""
+    """One part of the memory that is held at the same time."""
 
     name: str
     num_bytes: int
     note: str
     remedy: str = ""
-    """What to write to make it smaller; empty where nothing does."""
+    """Advice to make it smaller; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory of one training on the device that the trainer computes on."""
+    """Memory of one training on the trainer's device."""
 
     device: str
     rows: tuple[MemoryRow, ...]
     available_bytes: int
-    """All memory of the device, taken or free."""
+    """Total memory of the device, used or free."""
 
     @property
     def total_bytes(self) -> int:
@@ -91,7 +91,7 @@ class MemoryPlan:
 
     @property
     def complaint(self) -> str:
-        """Why it does not fit and which key to change; empty when it fits."""
+        """Why the training does not fit, and which key to change. Empty if it fits."""
         if self.fits:
             return ""
         largest = max((row for row in self.rows if row.remedy), key=lambda row: row.num_bytes)
@@ -103,7 +103,7 @@ class MemoryPlan:
 
 
 def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
-    """The plan of a config; `values` are keys of it, as for `run_grpo`."""
+    """Plan the memory of a config. `values` are keys of it, as for `run_grpo`."""
     quiet_libraries()
     loaded = read_config(GrpoConfig, config, values)
     if loaded.engine.type == "service":
@@ -115,29 +115,27 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
 
 
 def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
-    """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
-    the config says it. ConfigError for a training that does not fit into memory.
-
-    A plan takes seconds: none is made for a training that is far from it.
-    """
+    """Return the fraction of its GPU that the trainer leaves to a server on it. None: they do not
+    share a GPU, or the config sets the fraction. Raises ConfigError if the training does not fit. A
+    plan takes seconds, so small trainings skip it."""
     config, launch = _with_largest(config), launch_of(setup.engine)
-    is_told = launch is not None and launch.gpu_memory_utilization is not None
-    is_asked = setup.place.has_servers and not is_told
+    is_configured = launch is not None and launch.gpu_memory_utilization is not None
+    is_needed = setup.place.has_servers and not is_configured
     share = _quick_share(config, setup)
     if share is None:
         prompts = _drawn_prompts(config, setup)
-        if not is_asked and _is_small(config, setup, _lengths(config, prompts)):
+        if not is_needed and _is_small(config, setup, _lengths(config, prompts)):
             return None
         plan = _make_plan(config, setup, prompts)
         if plan.complaint:
             raise ConfigError(plan.complaint)
         servers = [row.num_bytes for row in plan.rows if row.name == SERVER]
         share = sum(servers) / plan.available_bytes
-    return math.floor(100 * share) / 100 if is_asked else None
+    return math.floor(100 * share) / 100 if is_needed else None
 
 
 def _with_largest(config: GrpoConfig) -> GrpoConfig:
-    """A sweep is planned as if all its adapters had the values of the one that needs most."""
+    """Plan a sweep as if all its adapters had the settings that need most memory."""
     if config.sweep is None:
         return config
 
@@ -150,7 +148,7 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
 
 
 def _is_small(config: GrpoConfig, setup: GrpoSetup, lengths: Lengths) -> bool:
-    """Whether weights and tokens are so few that no plan is needed."""
+    """True if weights and tokens are so few that no plan is needed."""
     device = setup.place.device
     size = lengths.prompt_tokens + lengths.answer_tokens
     most_tokens = setup.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
@@ -160,8 +158,7 @@ def _is_small(config: GrpoConfig, setup: GrpoSetup, lengths: Lengths) -> bool:
 
 
 def _quick_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
-    """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
-    without a plan. None: it has to be planned."""
+    """Return a server's fraction of the GPU beside an adapter's trainer. None: it needs a plan."""
     if not setup.place.has_servers or setup.full is not None:
         return None
     if setup.trainer.pass_tokens is not None or config.needs_reference:
@@ -176,7 +173,7 @@ def _file_bytes(setup: GrpoSetup) -> int:
 
 
 def _make_plan(config: GrpoConfig, setup: GrpoSetup, prompts: Sequence[int]) -> MemoryPlan:
-    """`prompts` are the lengths of those that are trained on."""
+    """Plan the memory. `prompts` are the token counts of the prompts to train on."""
     device, lengths = setup.place.device, _lengths(config, prompts)
     step = measure_step(
         setup.start,
@@ -191,10 +188,10 @@ def _make_plan(config: GrpoConfig, setup: GrpoSetup, prompts: Sequence[int]) -> 
             f"{drawn.note} take {_gib(drawn.num_bytes)} and this machine has "
             f"{_gib(_memory('cpu'))}: {drawn.remedy}."
         )
-    # The processes of a machine share its memory; each has a GPU of its own.
+    # Processes share the memory of a machine, but each has its own GPU.
     many = num_local_processes() if device == "cpu" else 1
-    own = [*_process_rows(device), *_trainer_rows(config, setup, step)]
-    trainer = [replace(row, num_bytes=many * row.num_bytes) for row in own]
+    rows_each = [*_process_rows(device), *_trainer_rows(config, setup, step)]
+    trainer = [replace(row, num_bytes=many * row.num_bytes) for row in rows_each]
     if setup.engine.type == "fleet":
         rows = [*_server_rows(setup, step, beside=trainer), *trainer]
     else:
@@ -218,16 +215,14 @@ def _lengths(config: GrpoConfig, prompts: Sequence[int]) -> Lengths:
 
 
 def _answer_tokens(config: GrpoConfig) -> int:
-    """Tokens that follow the prompt. Of environments elsewhere the last answer: what comes before
-    it counts as prompt."""
+    """Return the most tokens after the prompt. Earlier answers in Atropos count as prompt."""
     if config.atropos is None:
         return config.max_drawn_tokens
     return min(config.drawing.max_tokens, config.atropos.max_token_len - 1)
 
 
 def _drawn_prompts(config: GrpoConfig, setup: GrpoSetup) -> list[int]:
-    """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
-    their longest."""
+    """Return the token counts of the prompts to train on; for Atropos, their maximum."""
     if config.atropos is not None:
         longest = config.atropos.max_token_len - _answer_tokens(config)
         return [longest] * config.groups_per_step
@@ -240,7 +235,7 @@ def _prompt_tokens(setup: GrpoSetup, split: SplitName) -> list[int]:
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
-    """Answers in the memory of this process; with staleness those of two steps."""
+    """Return the memory of waiting answers in this process; with staleness, of several steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
     num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
     num *= config.num_policies
@@ -281,7 +276,7 @@ def _engine_rows(
     limit = int(engine.cache_gib * GIB)
     yield MemoryRow(
         "prefix cache",
-        # On a GPU it is taken as a whole at the start; on the CPU untouched pages are free.
+        # A GPU cache is allocated at the start; on the CPU, unused pages take no memory.
         limit if device != "cpu" else min(limit, kept * shape.token_bytes(step.dtype)),
         f"{kept:,} tokens of prompts, {engine.cache_gib:g} GiB at most",
         "lower engine.cache_gib",
@@ -296,7 +291,7 @@ def _engine_rows(
 def _server_rows(
     setup: GrpoSetup, step: StepMemory, *, beside: Sequence[MemoryRow]
 ) -> Iterator[MemoryRow]:
-    """Servers that are started here; others have their own memory."""
+    """Yield the memory of servers started here; others have their own."""
     device, launch = setup.place.device, launch_of(setup.engine)
     if launch is not None and launch.is_on_cpu and device == "cpu":
         yield MemoryRow(
@@ -313,7 +308,7 @@ def _server_rows(
 def server_row(
     launch: LaunchConfig, weights: int, *, total: int, beside: Sequence[MemoryRow]
 ) -> MemoryRow:
-    """What a server takes of a GPU with `total` bytes, `beside` a trainer there."""
+    """Return the memory of a server on a GPU with `total` bytes, `beside` the rows of a trainer."""
     if launch.gpu_memory_utilization is not None:
         return MemoryRow(
             SERVER,
@@ -331,9 +326,9 @@ def _trainer_rows(config: GrpoConfig, setup: GrpoSetup, step: StepMemory) -> Ite
     dtype, is_full = str(step.dtype).removeprefix("torch."), setup.full is not None
     name = "weights" if setup.is_shared else "trainer weights"
     note = f"{dtype}, engine and trainer" if setup.is_shared else dtype
-    parts = num_processes() if is_full else 1  # each process keeps a part of a model
+    parts = num_processes() if is_full else 1  # each process keeps a part of the weights
     own_weights = step.weights // parts
-    # With alias they are the servers', and counted there.
+    # With `alias` the weights are the servers' and counted there.
     held = 0 if config.bridge == "alias" else own_weights
     yield MemoryRow(name, held, note, "take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
@@ -349,7 +344,7 @@ def _trainer_rows(config: GrpoConfig, setup: GrpoSetup, step: StepMemory) -> Ite
         yield MemoryRow("reference", held, "what the KL term is to", "leave loss.kl out")
     below = "below the first adapted layer"
     yield MemoryRow("hidden states", step.trunk, below, "lower trainer.trunk_cache_gib")
-    # Gradients of a pass are cut as they are made; what is published is put together.
+    # Gradients of a pass are cut as they are made; published weights are gathered.
     published = step.weights if is_full and not setup.is_shared else 0
     kernels = KERNEL_PART if setup.place.device == "cpu" else 0
     one_pass = int((1 + kernels) * step.one_pass) - step.weights + own_weights
@@ -359,12 +354,12 @@ def _trainer_rows(config: GrpoConfig, setup: GrpoSetup, step: StepMemory) -> Ite
         note = f"{note}, layers checkpointed"
     else:
         lower = f"{lower}, or write trainer.checkpoint_layers: true"
-    # What a pass, a step and a publication take for themselves is not held at the same time.
+    # A pass, a step and a publication do not hold their memory at the same time.
     yield MemoryRow("one pass", max(one_pass, step.one_step // parts, published), note, lower)
 
 
 def _resident_bytes() -> int:
-    """Of this process, which has loaded what a training loads, but no weights."""
+    """Return the memory of this process in bytes: libraries of the training, but no weights."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         return 0

@@ -1,5 +1,4 @@
-"""What a grpo run trains, made as its setup says: an adapter, here or in a service elsewhere, or
-all weights of a model."""
+"""Makes the policy of a grpo run: an adapter, trained here or on a service, or all weights."""
 
 import asyncio
 import tempfile
@@ -51,17 +50,17 @@ __all__ = [
 ]
 
 MakePolicy = Callable[[Run], PolicyWeights]
-"""The weights of a run, when all that can be refused has been."""
+"""Makes the weights of a run, after all checks."""
 
 
 def start_adapter(setup: GrpoSetup, new: Callable[..., Adapter], *, seed: int) -> Adapter:
-    """The adapter to begin with; `new` makes one for the layers of the model."""
+    """Return the adapter to begin with. `new` makes one for the model's layers."""
     base = base_name(setup.folder.name)
     start = setup.init or new(setup.lora, name=POLICY, base=base, seed=seed)
     return replace(start, name=POLICY, base=start.base or base)
 
 
-# What the KL term of a grpo run is to, made as the config says.
+# Reference of the KL term by config:
 #
 # | `reference` | an adapter is trained | all weights are trained |
 # |---|---|---|
@@ -72,8 +71,8 @@ def start_adapter(setup: GrpoSetup, new: Callable[..., Adapter], *, seed: int) -
 
 
 def make_reference(setup: GrpoSetup, model: SlottedModel) -> Adapter | LoraTrainer | None:
-    """An adapter of `model`, which is trained, or the trainee REFERENCE over another model. None:
-    the loss needs none, or it is the adapter that training begins with. Loads a model: slow."""
+    """Return an adapter of `model`, or a trainer of another model with the trainee REFERENCE. None:
+    the loss needs no reference, or it is the first adapter. Slow if it loads a model."""
     reference = setup.reference
     if not setup.has_reference_model:
         if isinstance(reference, Path):
@@ -101,17 +100,14 @@ def _load(folder: Path, *, like: SlottedModel) -> SlottedModel:
 
 
 def _unchanged(model: SlottedModel) -> Adapter:
-    """An adapter that changes no bit of the model, and takes no memory for masters."""
+    """Return an adapter that leaves every output of the model bit for bit the same."""
     lora = LoraConfig(rank=1, targets=(next(iter(model.linears)),))
     return initial_adapter(model, lora, name=REFERENCE, base="", seed=0)
 
 
-# The policy itself.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyParts:
-    """What any policy is made of, besides its weights."""
+    """Everything that a policy needs besides its weights."""
 
     opened: Opened
     processes: Processes
@@ -127,8 +123,8 @@ def adapter_policy(
     needs_reference: bool,
     only: Publisher | None = None,
 ) -> MakePolicy:
-    """An adapter. A run that goes on begins with the one in its own folder. `only` publishes it
-    where the engine serves one adapter at a time."""
+    """Return the maker of an adapter policy. A resumed run begins with the adapter in its folder.
+    `only` publishes it if the engine serves one adapter at a time."""
 
     def make(run: Run) -> PolicyWeights:
         policy = replace(read_start(run) or start, name=POLICY)
@@ -144,14 +140,14 @@ def adapter_policy(
 
 
 def _full_trainer(setup: GrpoSetup, model: SlottedModel, processes: Processes) -> FullTrainer:
-    """In several processes, each keeps a part of the weights."""
+    """Make the trainer of all weights. With several processes, each keeps a part of them."""
     assert setup.full is not None, "all weights are trained"
     kind = FullTrainer if processes.size == 1 else ShardedTrainer
     return kind(model, name=POLICY, config=setup.full, like=setup.start, processes=processes)
 
 
 def full_policy(setup: GrpoSetup, parts: PolicyParts) -> MakePolicy:
-    """All weights of the model, which is at the start; an engine that shares it takes turns."""
+    """Return the maker of a policy of all weights. An engine that shares them takes turns."""
     start, folder = setup.start, setup.folder.path
     engine, model = parts.opened.engine, parts.opened.model
     if start != folder:
@@ -172,7 +168,7 @@ def full_policy(setup: GrpoSetup, parts: PolicyParts) -> MakePolicy:
 
 
 def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
-    """Before the run is made, as the first publication would refuse it."""
+    """Refuse another shape before the run is created; the first publication would refuse it."""
     for name, shape in engine.linear_layers.items():
         linear = model.linears.get(name)
         trained_shape = None if linear is None else (linear.in_features, linear.out_features)
@@ -184,13 +180,12 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
             )
 
 
-# The other processes of a grpo run under torchrun: they compute gradients and nothing else.
-#
+# Other processes under torchrun only compute gradients:
 # torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml
 
 
 def compute_for_first_process(setup: GrpoSetup) -> Outcome[GrpoReport]:
-    """Do the part of this process until the first one has ended; the outcome of that one."""
+    """Compute for the first process until it ends; return its outcome."""
     place, names = setup.place, setup.folder.names
     model = load_model(setup.start, device=place.device, dtype=place.dtype, names=names)
     processes = join_processes(model.device.type)
@@ -207,16 +202,13 @@ def compute_for_first_process(setup: GrpoSetup) -> Outcome[GrpoReport]:
 
 
 def end_processes(processes: Processes, outcome: Outcome[GrpoReport]) -> None:
-    """Called by the first process when all is done."""
+    """End the other processes. Called by the first one after the run."""
     processes.broadcast(outcome)
     processes.leave()
 
 
-# An adapter that a service elsewhere trains.
-
-
 def check_service(setup: GrpoSetup) -> None:
-    """ConfigError for what a service cannot do, before it is asked."""
+    """Raise ConfigError for settings that a service cannot carry out."""
     if num_processes() > 1:
         raise ConfigError(
             f"The service trains, and torchrun started {num_processes()} processes: start it "
@@ -233,10 +225,10 @@ def check_service(setup: GrpoSetup) -> None:
 async def policy_on_service(
     setup: GrpoSetup, client: ServiceClient, run: Run, start: Adapter, *, needs_reference: bool
 ) -> AsyncIterator[TraineePolicy]:
-    """The trainees of a run, made in the service; at the end it forgets their states. A run that
-    goes on begins with the adapter in its own folder."""
+    """Create the run's trainees on the service; at the end, delete their states there. A resumed
+    run begins with the adapter in its folder."""
     trainer = client.trainer
-    known = await asyncio.to_thread(_own_states, run)  # a kill leaves one that is made again
+    known = await asyncio.to_thread(_own_states, run)  # includes a state that a killed process left
     start = read_start(run) or start
     await _create(client, POLICY, start)
     if needs_reference:
@@ -246,7 +238,7 @@ async def policy_on_service(
 
 
 def _own_states(run: Run) -> list[str]:
-    """Those on the service that the run has files of."""
+    """Return the states on the service that the run's checkpoints name."""
     paths = sorted(run.path.glob(f"checkpoints/*/{STATE}"))
     return [state for path in paths for state in read_states(path)]
 
@@ -256,7 +248,7 @@ def _reference_elsewhere(setup: GrpoSetup, engine: Engine, start: Adapter) -> Ad
         return setup.reference
     if setup.reference is None:
         return start
-    layers = engine.linear_layers  # the model as it is: an adapter that changes nothing
+    layers = engine.linear_layers  # a zero adapter stands for the model itself
     lora = LoraConfig(rank=1, targets=(min(layers),))
     return new_adapter(layers, lora, name=REFERENCE, base=start.base, seed=0)
 

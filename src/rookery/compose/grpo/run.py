@@ -1,12 +1,12 @@
-"""`run_grpo`: a policy trained from a reward, from its config to its report and page.
+"""`run_grpo`: trains a policy from a reward, from its config to its report and page.
 
-    settle, read_setup    setup.py    what the config leaves open; all that it names is read
-    plan_share            plan.py     refused if it does not fit into memory; what servers may take
-    open_beside           bridge.py   the engine, the trainer's model, and the bridge between
-    _ready                            what is trained; whatever would make the run fail is refused
-    train_policy          loops/grpo  the loop, in a run that is made now; or `train_sweep`
+    settle, read_setup    setup.py    read all inputs; fill in what the config leaves open
+    plan_share            plan.py     refuse what does not fit into memory; the servers' share
+    open_beside           bridge.py   open the engine, the trainer's model and the bridge
+    _ready                            make what is trained; refuse what would make the run fail
+    train_policy          loops/grpo  create the run and train; `train_sweep` for a sweep
 
-A service elsewhere trains by itself: it has no plan, no bridge and no model here.
+A service trains by itself, so it has no plan, no bridge and no model here.
 """
 
 import asyncio
@@ -88,11 +88,11 @@ def run_grpo(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[GrpoReport]:
-    """Train a policy from a reward, and report honestly how much better it has become.
+    """Train a policy from a reward, and measure its gain on tasks that the training never saw.
 
-    `run_grpo("mine.yaml", seed=3)`; `values` are keys of the config. The folder of
-    the outcome holds `trained` (a PEFT folder, or a model folder with `full`), `checkpoints`,
-    `report.html`, `report.json` and everything to resume.
+    `run_grpo("mine.yaml", seed=3)`; `values` are keys of the config. The folder of the outcome
+    holds `trained` (a PEFT folder, or a model folder with `full`), `checkpoints`, `report.html`,
+    `report.json` and everything to resume.
     """
     return GRPO.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
@@ -103,7 +103,7 @@ def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcom
         quiet_libraries()
         return compute_for_first_process(read_setup(config))
     if config.game is not None and open_run.rescored:
-        # A game rewards while it is played, and the weights of former checkpoints are gone.
+        # A game is rewarded while it is played, and the weights of old checkpoints are gone.
         open_run = replace(open_run, rescored=())
     return finisher(_plan, track=lambda config: config.track)(config, open_run, display)
 
@@ -114,7 +114,7 @@ GRPO = RunKind(
 
 
 def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[GrpoReport]:
-    """What needs no weights is refused first, as reading them takes minutes."""
+    """Plan the run. Checks without weights come first, because reading weights takes minutes."""
     if config.atropos is not None:
         from rookery.compose.grpo.atropos import gateway_key  # needs the extra `serve`
 
@@ -175,7 +175,7 @@ async def _open(
 async def _open_on_service(
     config: GrpoConfig, setup: GrpoSetup, display: Display, *, is_new: bool
 ) -> AsyncIterator[Train]:
-    """A service elsewhere has the model, draws the answers and trains the adapter."""
+    """Open a service that has the model, draws the answers and trains the adapter."""
     assert setup.engine.type == "service"
     display.note(note for taskset in setup.tasksets for note in taskset.notes)
     async with open_client(setup.engine, has_last_states=True) as client:
@@ -200,7 +200,7 @@ async def _open_on_service(
 async def _ready(
     config: GrpoConfig, setup: GrpoSetup, opened: Opened, processes: Processes, display: Display
 ) -> Train:
-    """The loop from a run to its report; whatever would make the run fail is refused."""
+    """Return the loop from a run to its report. Refuses everything that would make it fail."""
     adapters = [] if config.sweep is None else swept(config)
     configs = [adapter.config for adapter in adapters] or [config]
     if setup.full is not None:
@@ -228,7 +228,7 @@ async def _ready(
 
 
 def _start(config: GrpoConfig, setup: GrpoSetup, opened: Opened) -> Adapter:
-    """The adapter to begin with, refused when it does not fit the model."""
+    """Return the adapter to begin with. Refuses one that does not fit the model."""
     start = start_adapter(setup, partial(initial_adapter, opened.model), seed=config.seed)
     opened.model.bank.check(start, max_rank=max(start.rank, 1))
     _check(config, setup, opened.engine, start=None if opened.bridge.is_merge else start)
@@ -243,17 +243,16 @@ def _check(config: GrpoConfig, setup: GrpoSetup, engine: Engine, *, start: Adapt
         else TasksetEvaluator(engine, template=template, tasksets=tasksets)
     )
     if setup.atropos is None:
-        _drawer(setup, engine, _params(config))  # refuses choices, and games that cannot be played
+        _drawer(setup, engine, _params(config))  # refuses choices and unplayable games
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
 async def _try_drawing(
     config: GrpoConfig, setup: GrpoSetup, engine: Engine, *, is_merge: bool
 ) -> None:
-    """Draw some of the first groups with the policy that training begins with: rewards may be no
-    numbers, or never differ."""
+    """Draw some of the first groups with the first policy, to refuse rewards that never differ."""
     params = _params(config)
-    if params.is_cut:  # servers may not tell what they draw from with top_p, top_k and min_p
+    if params.is_cut:  # servers may not report the kept tokens of top_p, top_k, min_p
         one = replace(params, n=1, max_tokens=1)
         prompt = setup.template.encode(setup.tasksets[0].tasks[0])
         await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=one)])
@@ -288,7 +287,7 @@ def _evaluator(setup: GrpoSetup, engine: Engine, run: Run) -> Evaluator:
     return TasksetEvaluator(engine, template=setup.template, tasksets=setup.tasksets, log=log)
 
 
-# The loop: one training, or many adapters, each with a run of its own in `adapters`.
+# The loop: one training, or many adapters, each with its own run in `adapters`.
 
 
 def _inputs(
@@ -300,7 +299,7 @@ def _inputs(
     weights: PolicyWeights,
     source: BatchSource | None = None,
 ) -> GrpoInputs:
-    """`source` is where the batches of other tasks come from."""
+    """Make the inputs of the loop. `source` makes batches from environments elsewhere."""
     return GrpoInputs(
         config=config,
         weights=weights,
@@ -363,13 +362,13 @@ async def _train_all(
             report = await train_sweep(sweep, engine=engine, run=run, observer=shown)
         for each in adapters:
             if not (each.run.path / "report.json").is_file():
-                continue  # it failed
+                continue  # the adapter failed
             await write_page(each.run)
     return report
 
 
 def _open_own_run(run: Run, adapter: Swept) -> Run:
-    """The run of one adapter, made or gone on with."""
+    """Create or resume the run of one adapter."""
     root = run.path / ADAPTERS
     if is_run(root / adapter.name):
         return Run.open(root / adapter.name)
@@ -377,15 +376,15 @@ def _open_own_run(run: Run, adapter: Swept) -> Run:
     return Run.create(root, kind="grpo", config=document, name=adapter.name)
 
 
-# The steps on a progress bar, with what is left to be measured.
+# Progress bars, which count measurements too.
 
 
 ANSWER, BETWEEN = "answer", "between"
-"""Kinds of work beside the steps: measured answers, and what comes before them."""
+"""Kinds of work beside steps: measured answers, and phases between trainings."""
 
 
 class Measurements:
-    """Answers that a training is measured by: of each checkpoint, and for the report."""
+    """Counts the answers that measure a training: those of each checkpoint, and of the report."""
 
     def __init__(
         self, config: GrpoConfig, tasksets: Sequence[Taskset], *, num_adapters: int = 1
@@ -398,10 +397,10 @@ class Measurements:
         num_drawn = 0 if config.samples is None else config.samples.num
         self._report = num_policies * report * (1 + num_drawn)
         self.worth = 1 / (config.groups_per_step * config.group_size * num_adapters)
-        """Of an answer, in steps."""
+        """Cost of an answer, in steps."""
 
     def left(self, *, step: int) -> int:
-        """When so many steps are taken and the last is not measured yet."""
+        """Return the answers left after `step` steps, if the last step is not measured yet."""
         num_checkpoints = -(-(self._config.steps - step + 1) // self._config.save_every)
         return self._report + num_checkpoints * self._num_adapters * self.select
 
@@ -410,7 +409,7 @@ AnyStep = TypeVar("AnyStep", contravariant=True)
 
 
 class _MeasuredBar(Observer[AnyStep]):
-    """Steps on a progress bar; the time left has the measurements too."""
+    """Shows steps on a progress bar. The time left includes the measurements."""
 
     def __init__(self, bar: Bar, display: Display, measurements: Measurements) -> None:
         self._bar, self._display, self._measurements = bar, display, measurements
@@ -437,7 +436,7 @@ class _MeasuredBar(Observer[AnyStep]):
 
 
 class SweepBar(_MeasuredBar[SweptStep]):
-    """The steps of a sweep on its progress bar, and a line each."""
+    """Shows a sweep on a progress bar, with a line per step."""
 
     def on_step(self, step: SweptStep) -> None:
         self._took(step.step, num_tokens=step.num_tokens)
@@ -452,7 +451,7 @@ class SweepBar(_MeasuredBar[SweptStep]):
 
 
 class TrainBar(_MeasuredBar[Step]):
-    """The steps of a training on its progress bar, and a line each."""
+    """Shows a training on a progress bar, with a line per step."""
 
     def on_step(self, step: Step) -> None:
         self._took(step.step, num_tokens=int(step.metrics["grpo/num_drawn_tokens"]))

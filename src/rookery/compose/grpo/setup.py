@@ -1,11 +1,9 @@
-"""What a grpo run is made of: all that its config names is read, and what it means is decided,
-before a model is loaded or a server starts.
+"""Setup of a grpo run: reads all that the config names and decides what it means, before a model is
+loaded or a server starts. All adapters of a sweep share one setup.
 
     config = settle(config, run_folder)
     setup = read_setup(config)
     setup.tasksets, setup.start, setup.place.has_servers, setup.bridge.engine
-
-All adapters of a sweep have their setup in common.
 """
 
 import json
@@ -50,70 +48,70 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the trainer computes, and whether servers that are started here compute there too."""
+    """The trainer's device, and whether servers started here share it."""
 
     device: str
     dtype: str
-    """Of the trainer's model."""
+    """The dtype of the trainer's model."""
     has_servers: bool = False
-    """On its GPU."""
+    """True if servers started here run on the trainer's GPU."""
     has_one_server: bool = False
-    """On its GPU there is one, which has no other."""
+    """True if the only server runs on the trainer's GPU alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgePlan:
-    """What is known of a bridge before a server starts; `choose_bridge` asks servers the rest."""
+    """Decisions on a bridge before servers start. `choose_bridge` makes the rest."""
 
     name: BridgeName
-    """As configured."""
+    """The configured name."""
     engine: FleetConfig
-    """The engine as the bridge needs it: servers that are started here can be told."""
+    """The engine's config with the settings that the bridge needs."""
     folder: Path | None
-    """The model's: with `alias` servers have all weights of it. None: it is not looked at."""
+    """The model's folder, to check that servers share all its weights. None: no check."""
     is_full: bool
-    """All weights are trained."""
+    """True if all weights are trained."""
     is_merged: bool
-    """The adapter is added to the weights of its server, which has no room for adapters."""
+    """True if adapters are merged into the weights of the server, which then serves none."""
     why_apart: str
-    """Why trainer and servers cannot have one copy, whatever the servers are; empty: they can."""
+    """Why trainer and servers cannot share one copy of the weights; empty: servers decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoSetup:
-    """What the config names, and what it means."""
+    """The inputs that the config names, and the decisions that follow from it."""
 
     engine: AnyEngineConfig
     bridge: BridgePlan | None
-    """How weights reach servers; None: the engine has none."""
+    """How weights reach servers; None: the engine has no servers."""
     place: Place
     folder: ModelFolder
     template: Template
     tasksets: list[Taskset]
     game: GameConfig | None
-    """What is played in place of answering a prompt once."""
+    """The game to play; None: prompts are answered once."""
     atropos: AtroposConfig | None
-    """Where groups come from that are drawn elsewhere."""
+    """The environments that draw the groups elsewhere; None: this run draws them."""
     start: Path
-    """The model that training begins with."""
+    """The model folder that training begins with."""
     init: Adapter | None
     """The adapter that training begins with; None: a new one."""
     lora: LoraConfig
-    """The shape of a new one."""
+    """The shape of a new adapter."""
     full: FullConfig | None
-    """How all weights are trained; None: an adapter is."""
+    """How all weights are trained; None: an adapter is trained."""
     trainer: TrainerConfig
     is_shared: bool
-    """The embedded engine computes with the trainer's model."""
+    """True if the embedded engine computes with the trainer's model."""
     reference: Adapter | Path | None
-    """What a KL term is to, an adapter or a model folder; None: what training begins with."""
+    """Reference of the KL term: an adapter or a model folder. None: the start of the training."""
     has_reference_model: bool
-    """Whether that is a model in memory besides the one that is trained."""
+    """True if the reference is a second model in memory."""
 
 
 def settle(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
-    """The config with what it leaves open. `folder` is of a run that goes on: it has the adapter it
-    began with there, as what init_from names may be gone, or another one by now."""
+    """Fill in config values that depend on others. A resumed run begins with the adapter stored in
+    its `folder`, because `init_from` may have been changed or deleted."""
     if folder is not None and config.init_from is not None and config.full is None:
         starts = [folder / START, *sorted((folder / ADAPTERS).glob(f"*/{START}"))]
         kept_start = next((start for start in starts if start.is_dir()), config.init_from)
@@ -128,10 +126,10 @@ def read_setup(config: GrpoConfig) -> GrpoSetup:
     tasksets = load_tasksets(config.judged_tasksets)
     for taskset in tasksets:
         for name in SPLITS:
-            taskset.split(name)  # refuses one that should have tasks and has none
+            taskset.split(name)  # refuses an empty required split
     check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
-    require_decoder(folder.path)  # before servers are started on it
+    require_decoder(folder.path)  # refuse before servers start
     start, init, full = folder.path, None, None
     if config.full is not None:
         full = FullConfig(**config.trainer.model_dump(), **config.full.model_dump())
@@ -171,7 +169,7 @@ def _find_place(engine: AnyEngineConfig) -> Place:
 
 
 def _require_start(folder: Path) -> Path:
-    """The folder of a model whose weights are all trained; an error where it is none."""
+    """Require a model folder for a full-weight training."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"init_from is {folder}, an adapter, and full trains all weights of a model: "
@@ -186,18 +184,18 @@ def _require_start(folder: Path) -> Path:
 
 
 def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
-    """The adapter, or the model folder."""
+    """Read the reference: an adapter, or just the path of a model folder."""
     folder = config.reference
     if folder is None or (folder / "config.json").is_file():
         return folder
     return read_adapter(folder)
 
 
-# How weights will reach servers, as far as it is known before they start.
+# Decisions on the bridge before servers start.
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configs call the number of experts."""
+"""Config keys with the number of experts."""
 
 
 def plan_bridge(
@@ -207,8 +205,8 @@ def plan_bridge(
     layers: Collection[str] = (),
     is_beside: bool = False,
 ) -> BridgePlan:
-    """`folder` is the model's, `layers` are what the adapter adapts. `is_beside`: there is one
-    server, on the trainer's GPU."""
+    """Decide what is known about the bridge before servers start. `folder` is the model's, `layers`
+    are the adapted layers. `is_beside` means that the only server runs on the trainer's GPU."""
     engine = config.engine
     assert engine.type == "fleet", "only servers have a bridge"
     is_full = config.full is not None
@@ -229,17 +227,20 @@ def plan_bridge(
         changed["in_place"] = True
     launch = engine.launch
     if launch is not None:
-        told: dict[str, object] = {}
+        launch_changes: dict[str, object] = {}
         if is_full or is_merged:
-            # No adapter can be served beside weights that change.
-            told = {"live_weights": config.bridge != "restart", "max_loras": 0}
+            # No adapter can be served while the weights change.
+            launch_changes = {"live_weights": config.bridge != "restart", "max_loras": 0}
         if config.num_policies > launch.max_loras and not is_full:
-            # One more: a version is read while those before it answer.
+            # One more: a new version loads while the previous ones still answer.
             num = config.num_policies + 1
-            told |= {"max_loras": num, "max_cpu_loras": max(launch.max_cpu_loras, 3 * num)}
+            launch_changes |= {
+                "max_loras": num,
+                "max_cpu_loras": max(launch.max_cpu_loras, 3 * num),
+            }
         if is_beside and launch.compile is None:
-            told["compile"] = False
-        changed["launch"] = launch.model_copy(update=told)
+            launch_changes["compile"] = False
+        changed["launch"] = launch.model_copy(update=launch_changes)
     return BridgePlan(
         name=config.bridge, engine=engine.model_copy(update=changed), folder=folder,
         is_full=is_full, is_merged=is_merged, why_apart=_why_apart(config, engine),
@@ -247,8 +248,7 @@ def plan_bridge(
 
 
 def _has_own_layout(folder: Path) -> bool:
-    """Whether vLLM computes with other numbers than those of the model's folder: quantised ones,
-    experts in one tensor, products of weights."""
+    """True if vLLM stores other weights than the folder: quantised, fused experts, or products."""
     document = json.loads((folder / "config.json").read_bytes())
     sizes = document.get("text_config") or document
     has_experts = any(sizes.get(key) for key in _EXPERTS)
@@ -263,11 +263,11 @@ def _why_apart(config: GrpoConfig, engine: FleetConfig) -> str:
     return "publish_every is above 1" if config.publish_every > 1 else ""
 
 
-# What the run is started on, as digests.
+# Digests of the run's inputs.
 
 
 def find_inputs(setup: GrpoSetup) -> RunInputs:
-    """Of the tasks and the models. An adapter to begin with is in the run itself."""
+    """List the tasks and the models. The run itself stores the adapter that it begins with."""
     models = {"the model": setup.folder.path}
     if setup.start != setup.folder.path:
         models["init_from"] = setup.start
@@ -283,7 +283,7 @@ def read_step_inputs(config: GrpoConfig, is_made: IsMade) -> RunInputs:
         if config.full is not None:
             models["init_from"] = _require_start(config.init_from)
         else:
-            read_adapter(config.init_from)  # which its run keeps
+            read_adapter(config.init_from)  # only checked: the run stores the adapter
     reference = None if is_made("reference") else _read_reference(config)
     return _list(tasksets, models, reference, game=config.game)
 

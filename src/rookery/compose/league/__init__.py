@@ -1,7 +1,7 @@
-"""The league: every way to make a model better on one taskset, under one budget.
+"""The league: runs every way to improve a model on one taskset, under one budget.
 
 entrants.py   the config, and each entrant as steps
-measure.py    the report tasks, read once; what each earned beside the others
+measure.py    measures all results on the report tasks, and writes the report
 run.py        `run_league`: the entrants one after the other, then the report
 """
 

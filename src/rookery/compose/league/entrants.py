@@ -1,4 +1,4 @@
-"""The config of a league, and its entrants as steps: ordinary runs, in their defaults.
+"""The config of a league, and its entrants as steps: ordinary runs with default settings.
 
 | entrant   | steps                             | applies where                              |
 |-----------|-----------------------------------|--------------------------------------------|
@@ -10,7 +10,7 @@
 | best_of_n | none: answers to the report tasks | answers are drawn, not chosen              |
 | icm       | icm, then sft on its labels       | the tasks are texts with the same choices  |
 
-Who has several steps shares the budget among them: founders have half, and so have labels.
+An entrant with several steps splits its budget: founders to train get half, and so do labels.
 """
 
 import json
@@ -80,46 +80,46 @@ SHARED_BY_PROMPTS = (
     "rookery.tokenizer",
 )
 SEEDS = ("random_seed", "seed")
-"""Keys that entrants have from the league: with others they would not be compared."""
+"""Seed keys. Like SHARED keys, entrants get them from the league, so that results compare."""
 ITEMS, PROMPT = "items.jsonl", "prompt.txt"
-"""What the run of a league holds for its entrants."""
+"""Files in the league's run that entrants read."""
 AS_IT_IS = "{{ prompt }}"
-"""The prompt that changes nothing."""
+"""The first prompt that leaves tasks unchanged."""
 MANY = 1_000_000
-"""Steps of a search that its budget ends."""
+"""Number of steps of a search that only its budget limits."""
 
 
 class LeagueConfig(Config):
-    """One taskset, one model, one budget."""
+    """Config of a league: one taskset, one model, one budget."""
 
     engine: EngineChoice = EngineConfig()
-    """The model, and where it answers."""
+    """The engine: the model, and where it runs."""
     tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL, and
-    then what is trained is trained on this model."""
+    """A model folder or Hugging Face id; empty: the engine's model. Required for servers by URL,
+    where it is also the model that is trained."""
     taskset: str
     """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME. Entrants see its
-    search and select tasks; its report tasks are read once, at the end."""
+    search and select tasks. Its report tasks are read once, at the end."""
     budget: BudgetConfig
-    """What each seed of an entrant may take."""
+    """The budget of each seed of an entrant."""
     num_seeds: int = Field(default=3, ge=1)
-    """How often each is run, with the seeds `seed`, `seed` + 1, ..."""
+    """Number of runs of each entrant, with the seeds `seed`, `seed` + 1, ..."""
     seed: int = 0
-    """The first one."""
+    """The first seed."""
     entrants: tuple[EntrantName, ...] = Field(default=ENTRANTS, min_length=1)
-    """Who takes part; one that does not apply is listed with the reason."""
+    """The entrants. One that does not apply is listed in the report with the reason."""
     settings: dict[EntrantName, dict[str, Any]] = Field(default_factory=dict)
-    """Keys of their configs that are not to be the defaults: {sft: {learning_rate: 3e-4}}. Those of
-    `prompt` are the keys of an evolve config. Founders and what follows on labels are trained with
-    the settings of sft, or grpo."""
+    """Settings of entrants that replace the defaults: {sft: {learning_rate: 3e-4}}. `prompt` takes
+    the keys of an evolve config. Founders are trained with the settings of sft or grpo, icm's
+    adapter with those of sft."""
     founders: tuple[Path, ...] = ()
-    """Adapters that genome begins with; what they took is not counted. Empty: they are trained."""
+    """Adapters that genome starts with, not counted in its budget. Empty: it trains its own."""
     num_founders: int = Field(default=3, ge=2)
-    """How many are trained where none are given."""
+    """Number of founders to train if `founders` is empty."""
     prompt: Path | None = None
-    """The prompt that evolution begins with; null: the tasks as they are."""
+    """The prompt that evolution starts with; null: the prompts of the tasks."""
     num_answers: int = Field(default=8, ge=2)
-    """Answers to a task of which best_of_n takes what most gave; fewer where the budget ends."""
+    """Answers per task of which best_of_n takes the most frequent; fewer if the budget ends."""
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> Self:
@@ -159,12 +159,12 @@ class LeagueConfig(Config):
 
     @property
     def model(self) -> str:
-        """What is trained in this process."""
+        """The model that is trained in this process."""
         return self.tokenizer or opened_model(self.engine) or EngineConfig().model
 
 
 def _has(document: Any, key: str) -> bool:
-    """Whether it has a dotted key."""
+    """True if the document has this dotted key."""
     for part in key.split("."):
         if not isinstance(document, Mapping) or part not in document:
             return False
@@ -178,9 +178,9 @@ class Entrant:
 
     name: EntrantName
     index: int
-    """0 for the first seed."""
+    """Position of the seed; 0 for the first."""
     steps: Mapping[str, StepConfig]
-    """The last one is the result; none: there is nothing to find."""
+    """Steps by name, of which the last makes the result. Empty for best_of_n."""
 
     @property
     def id(self) -> str:
@@ -193,9 +193,9 @@ class League:
 
     config: LeagueConfig
     taskset: Taskset
-    """With the fields of its rows."""
+    """Includes the fields of its rows."""
     folder: Path
-    """Of the model."""
+    """The model's folder."""
     template: Template
 
     @classmethod
@@ -211,11 +211,11 @@ class League:
 
     @cached_property
     def first_prompt(self) -> str:
-        """What evolution begins with: the fields that it names are those that are filled in."""
+        """The prompt that evolution begins with. Only the fields that it names are filled in."""
         return AS_IT_IS if self.config.prompt is None else read_program(self.config.prompt).strip()
 
     def digests(self) -> dict[str, str]:
-        """Of what all entrants read."""
+        """Return the digests of the inputs of all entrants."""
         rows = [*self.taskset.tasks, sorted(self.taskset.fields.items())]
         founders = [read_adapter(path) for path in self.config.founders]
         return join_digests(
@@ -231,7 +231,7 @@ class League:
 
     @cached_property
     def reasons(self) -> dict[EntrantName, str]:
-        """Why entrants do not apply."""
+        """Entrants that do not apply, with the reason."""
         known = {
             "sft": self._unlabelled,
             "grpo": CHOSEN if self.is_choice else "",
@@ -248,7 +248,7 @@ class League:
 
     @property
     def founders_by(self) -> EntrantName:
-        """What trains founders where none are given."""
+        """The entrant that trains founders if none are given."""
         return "grpo" if self._unlabelled else "sft"
 
     @cached_property
@@ -276,7 +276,7 @@ class League:
         return ""
 
     def entrants(self, place: Path) -> list[Entrant]:
-        """Those that apply, with every seed; `place` is the run of the league."""
+        """Return the entrants that apply, with every seed. `place` is the league's folder."""
         makers: dict[EntrantName, Callable[[int], dict[str, StepConfig]]] = {
             "sft": self._sft,
             "grpo": self._grpo,
@@ -294,12 +294,10 @@ class League:
         ]
 
     def steps(self, place: Path) -> StepsConfig:
-        """Those of all entrants, the first seed of each first: the time left follows from them."""
+        """Return all steps, ordered by seed: the first seeds show how long the others take."""
         entrants = sorted(self.entrants(place), key=lambda entrant: entrant.index)
         every = {name: step for entrant in entrants for name, step in entrant.steps.items()}
         return StepsConfig(steps=every, folder=place)
-
-    # Each entrant as steps.
 
     def _step(self, loop: Any, values: dict[str, Any], *sections: Mapping[str, Any]) -> StepConfig:
         for settings in sections:
@@ -310,7 +308,7 @@ class League:
         return self.config.seed + index
 
     def _share(self, parts: int = 1) -> dict[str, Any]:
-        """The budget, or an equal part of it."""
+        """Return an equal part of the budget."""
         budget = self.config.budget
         tokens, hours = budget.max_answer_tokens, budget.max_hours
         return {
@@ -320,14 +318,14 @@ class League:
 
     @property
     def _hidden(self) -> str:
-        """The taskset without its report tasks, as a command names it."""
+        """The taskset's name with an option that hides its report tasks."""
         taskset = self.config.taskset
         mark = "?" if options_start(taskset) == len(taskset) else "&"
         return f'{taskset}{mark}splits.hidden=["report"]'
 
     @property
-    def _asked(self) -> dict[str, Any]:
-        """What every loop that asks an engine is told."""
+    def _engine_keys(self) -> dict[str, Any]:
+        """Config keys of every loop that asks an engine."""
         return {
             "engine": self.config.engine.model_dump(mode="json"),
             "tokenizer": self.config.tokenizer,
@@ -357,7 +355,7 @@ class League:
     def _reinforce(self, seed: int, budget: Mapping[str, Any]) -> StepConfig:
         sampling = self.taskset.sampling
         drawing = {"max_tokens": sampling.max_tokens, "stop": list(sampling.stop)}
-        values = {**self._asked, "tasksets": self._tasksets, "drawing": drawing}
+        values = {**self._engine_keys, "tasksets": self._tasksets, "drawing": drawing}
         return self._step(
             "grpo", {**values, "seed": seed, "budget": budget}, self._settings("grpo")
         )
@@ -366,7 +364,11 @@ class League:
         return {f"grpo-{index}": self._reinforce(self._seed(index), self._share())}
 
     def _search(self, seed: int, parts: int, name: EntrantName, **values: Any) -> StepConfig:
-        shared = {**self._asked, "tasksets": self._tasksets, "finals": {"random_search": False}}
+        shared = {
+            **self._engine_keys,
+            "tasksets": self._tasksets,
+            "finals": {"random_search": False},
+        }
         spending = {"seed": seed, "budget": self._share(parts)}
         return self._step("genome", {**shared, **values, **spending}, self._settings(name))
 
@@ -396,7 +398,7 @@ class League:
 
     def _prompt(self, place: Path, index: int) -> dict[str, StepConfig]:
         section = {
-            **self._asked,
+            **self._engine_keys,
             "tasks": {"taskset": self._hidden},
             "budget": self._share(),
             "mode": "deterministic",
@@ -420,21 +422,20 @@ class League:
             "id": "id",
             "group": "group",
         }
-        values = {**self._asked, "data": data, "seed": seed, "budget": self._share(2)}
-        taught = {"taskset": f"run:{labels}/sft.jsonl?fields.weight=weight", "split": "all"}
+        values = {**self._engine_keys, "data": data, "seed": seed, "budget": self._share(2)}
+        labelled = {"taskset": f"run:{labels}/sft.jsonl?fields.weight=weight", "split": "all"}
         return {
             labels: self._step("icm", values, self._settings("icm")),
-            f"icm-{index}": self._train(seed, self._share(2), **taught),
+            f"icm-{index}": self._train(seed, self._share(2), **labelled),
         }
 
     @property
     def made(self) -> set[str]:
-        """Keys of its steps that name what `write_files` writes."""
+        """Config keys whose files `write_files` writes."""
         return {"data.path", *(() if self.config.prompt else ("program",))}
 
     def write_files(self, run: Run) -> None:
-        """What entrants read in the run of the league: search tasks without their answers, and the
-        prompt that changes nothing."""
+        """Write the entrants' files: search tasks without answers, and the first prompt."""
         rows = (
             {
                 **self.taskset.fields.get(task.id, {}),

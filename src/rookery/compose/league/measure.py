@@ -1,11 +1,10 @@
-"""The report tasks of a league: read once, at the end, by the untouched model and by all that the
-entrants left.
+"""Measures the untouched model and all results of a league on the report tasks, once, at the end.
 
-    adapter     loaded, measured, unloaded, one after the other
-    prompt      the tasks as they are asked with it, of the untouched model
-    best_of_n   the answer that most of several gave: nothing of it is known to be right
+    adapter     loaded, measured and unloaded, one after the other
+    prompt      the untouched model answers the tasks as this prompt asks them
+    best_of_n   the most frequent of several answers; no reference is used to choose it
 
-A seed is measured by itself; an entrant by what its seeds earned on average, task by task.
+Each seed is measured by itself. An entrant's reward for a task is the mean over its seeds.
 """
 
 import asyncio
@@ -60,15 +59,15 @@ from rookery.weights import read_adapter
 __all__ = ["EntrantResult", "find_results", "open_measurement"]
 
 ROUND = "league/round"
-"""One answer to every report task, of best_of_n."""
+"""Event of one round of best_of_n: one answer to every report task."""
 SHOWN_TASKS = 200
-"""Tasks that the page shows as texts."""
+"""Maximum number of tasks that the page shows with their texts."""
 NO_ADAPTER = "It trained all weights of the model, which are not measured beside others."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrantResult:
-    """What an entrant left with one seed: an adapter, a prompt, or nothing but its answers."""
+    """The result of an entrant with one seed: an adapter, a prompt or, for best_of_n, neither."""
 
     entrant: Entrant
     adapter: Adapter | None = None
@@ -82,8 +81,8 @@ class EntrantResult:
 def find_results(
     league: League, place: Path, failed: Mapping[str, str]
 ) -> tuple[list[EntrantResult], list[LeftOut]]:
-    """What the entrants left beside the run in `place`, and who left nothing; `failed` are steps
-    with the reason."""
+    """Read the results beside the league's run in `place`, and list the entrants without one.
+    `failed` maps failed steps to their errors."""
     left_out = [LeftOut(name=name, reason=reason) for name, reason in league.reasons.items()]
     results = []
     for entrant in league.entrants(place):
@@ -130,14 +129,11 @@ def _find_result(entrant: Entrant, place: Path) -> EntrantResult | None:
     )
 
 
-# Answers to the report tasks.
-
-
 @asynccontextmanager
 async def open_measurement(
     league: League, results: Sequence[EntrantResult], left_out: Sequence[LeftOut], display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[LeagueReport]]]:
-    """Opens the engine; gives what measures the results and writes the report."""
+    """Open the engine; yields a function that measures the results and writes the report."""
     display.note(league.taskset.notes)
     ranks = [result.adapter.rank for result in results if result.adapter is not None]
     config = with_rank(league.config.engine, max(ranks, default=0))
@@ -161,7 +157,7 @@ async def open_measurement(
 
 
 class Measurement:
-    """Asks the report tasks, and keeps the answers in the run."""
+    """Asks the report tasks, and records the answers in the run."""
 
     def __init__(self, league: League, engine: Engine, run: Run, bar: Bar) -> None:
         self._league, self._engine, self._run, self._bar = league, engine, run, bar
@@ -178,15 +174,15 @@ class Measurement:
             on_progress=advance,
         )
         self.votes: dict[str, Votes] = {}
-        """Of best_of_n, by seed."""
+        """Votes of best_of_n, by entrant id."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and answers; those of best_of_n are counted with it."""
+        """Tokens of prompts and answers, without the votes of best_of_n."""
         return self._evaluator.num_tokens
 
     async def measure(self, results: Sequence[EntrantResult]) -> dict[str, Evaluation]:
-        """By the id of each result; the untouched model comes first."""
+        """Return the evaluations by result id; the untouched model comes first."""
         [base] = await self._evaluator.evaluate([self._engine.base], self.tasks)
         measured = {BASE: base}
         for result in results:
@@ -203,12 +199,12 @@ class Measurement:
             return evaluation
         if result.entrant.name == BEST_OF_N:
             return await self._vote(result.entrant)
-        tasks = await asyncio.to_thread(self._asked, result.prompt)
+        tasks = await asyncio.to_thread(self._tasks_asked_with, result.prompt)
         [evaluation] = await self._evaluator.evaluate([self._engine.base], tasks)
         return evaluation
 
-    def _asked(self, prompt: str) -> list[Task]:
-        """The report tasks as a prompt asks them, as the search did."""
+    def _tasks_asked_with(self, prompt: str) -> list[Task]:
+        """Return the report tasks as this prompt asks them, in the form of the search."""
         form, _ = find_form(self._league.first_prompt, self._league.taskset)
         rows, is_chat = self._league.taskset.fields, self._league.template.chat
         return [
@@ -216,7 +212,7 @@ class Measurement:
         ]
 
     async def _vote(self, entrant: Entrant) -> Evaluation:
-        """Answers to all tasks, one each, until there are enough or the budget ends."""
+        """Draw one answer to every task per round, until there are enough or the budget ends."""
         config = self._league.config
         votes = self.votes[entrant.id] = Votes()
         budget = Budget(config.budget, self._run, key=entrant.id, elapsed_s=lambda: votes.seconds)
@@ -248,17 +244,17 @@ class Measurement:
 
 @dataclass(slots=True)
 class Votes:
-    """Answers to the report tasks of which most decide."""
+    """Rounds of answers to the report tasks, for a majority vote."""
 
     rounds: list[list[Group]] = field(default_factory=list)
     seconds: float = 0.0
     num_tokens: int = 0
     dearest_tokens: int = 0
-    """The most of a round."""
+    """Most tokens of any round."""
     stop_reason: str = ""
 
     def add(self, groups: list[Group], *, seconds: float) -> None:
-        """One more answer to every task."""
+        """Add a round: one answer to every task."""
         drawn = [r.completion for group in groups for r in group.rollouts if r.completion]
         tokens = sum(len(completion.tokens) for completion in drawn)
         self.rounds.append(groups)
@@ -267,7 +263,7 @@ class Votes:
         self.dearest_tokens = max(self.dearest_tokens, tokens)
 
     def count(self, tasks: Sequence[Task], *, read: Any, base: Any) -> Evaluation:
-        """What the answer that most gave has earned. Answers without a reward have no vote."""
+        """Return the rewards of the most frequent answers. Answers without a reward do not vote."""
         rewards: dict[str, float] = {}
         errors: dict[str, str] = {}
         for task, groups in zip(tasks, zip(*self.rounds, strict=True), strict=True):
@@ -289,26 +285,26 @@ class Votes:
 
 
 def _describe_task(task: Task) -> TaskRecord:
-    said = describe_task(task)
-    return TaskRecord(task=task.id, prompt=said["prompt"], reference=said["reference"])
+    described = describe_task(task)
+    return TaskRecord(task=task.id, prompt=described["prompt"], reference=described["reference"])
 
 
-# The report: rows in the order of their means, and every two of them.
+# The report: rows ordered by mean, and all pairs.
 
 
 @dataclass(frozen=True)
 class ReportParts:
-    """What a report is made of, when all is measured."""
+    """Makes the report from the measurements."""
 
     league: League
     results: Sequence[EntrantResult]
     left_out: Sequence[LeftOut]
     measured: Mapping[str, Evaluation]
-    """By id; the untouched model first."""
+    """Evaluations by id; the untouched model comes first."""
     measurement: Measurement
 
     def report(self, run: Run, engine: Engine) -> LeagueReport:
-        """Computes many intervals: call it in a thread."""
+        """Compute the report. Call it in a thread: it computes many intervals."""
         taskset, tasks = self.league.taskset, self.measurement.tasks
         rows, pairs = self._rows()
         return LeagueReport(
@@ -337,7 +333,7 @@ class ReportParts:
         )
 
     def _models(self) -> tuple[ModelRow, ...]:
-        """A row for each seed, as an evaluation has it."""
+        """Return one row per seed, as in an evaluation."""
         tasks, base = self.measurement.tasks, self.measured[BASE]
         earned = {reward for each in self.measured.values() for reward in each.rewards.values()}
         return tuple(
@@ -354,7 +350,7 @@ class ReportParts:
 
     @property
     def _rewards(self) -> dict[str, Mapping[str, float]]:
-        """By entrant, what its seeds earned on average."""
+        """Rewards by entrant, as means over its seeds."""
         return {
             BASE: self.measured[BASE].rewards,
             **{
@@ -367,7 +363,7 @@ class ReportParts:
     def _means(self) -> list[ReportRow]:
         weights = {self.league.taskset.name: 1.0}
         rewards = self._rewards
-        if len(rewards) == 1:  # all failed: it is compared with itself
+        if len(rewards) == 1:  # all failed: compare the model with itself
             rewards = {**rewards, "": rewards[BASE]}
         rows = compare(rewards, self.measurement.tasks, weights=weights, seed=0)
         known = [row for row in rows if row.name]
@@ -431,18 +427,18 @@ def _find_difference(
     differences: Mapping[tuple[str, str], Estimate], ours: str, theirs: str
 ) -> Estimate | None:
     difference = differences.get((ours, theirs))
-    turned = differences.get((theirs, ours))
-    if difference is not None or turned is None:
+    reverse = differences.get((theirs, ours))
+    if difference is not None or reverse is None:
         return difference
     negative = {
         key: None if value is None else 0.0 - value  # -0.0 is shown as a loss
-        for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
+        for key, value in (("mean", reverse.mean), ("low", reverse.high), ("high", reverse.low))
     }
     return Estimate.model_validate(negative)
 
 
 def _warn_of_overspending(rows: Sequence[LeagueRow], budget: BudgetConfig) -> Iterator[str]:
-    """Of rounds that were longer than those before, and of what must be done in any case."""
+    """Warn of runs over budget: a last round was long, or founders had to be measured."""
     tokens, hours = budget.max_answer_tokens, budget.max_hours
     for run in (run for row in rows for run in row.runs):
         took = []
@@ -469,7 +465,7 @@ WHAT = {
 
 
 def describe_entrant(league: League, name: str) -> str:
-    """How it was made, in a few words."""
+    """Say in a few words how the entrant's result is made."""
     if name != "genome":
         return WHAT[name]
     if league.config.founders:
@@ -478,7 +474,7 @@ def describe_entrant(league: League, name: str) -> str:
 
 
 def describe_settings(league: League, name: str) -> str:
-    """What is not its default, also of what its founders or its labels are trained with."""
+    """Return the non-default settings of an entrant, and of its trained founders or labels."""
     trained: dict[str, list[str]] = {"icm": ["sft"]}
     if not league.config.founders:
         trained["genome"] = [league.founders_by]
@@ -500,7 +496,7 @@ def _flat(document: Mapping[str, Any], key: str = "") -> list[str]:
 
 
 def describe_budget(league: League) -> str:
-    """In words."""
+    """Return the budget in words."""
     budget = league.config.budget
     limits = []
     if budget.max_answer_tokens is not None:

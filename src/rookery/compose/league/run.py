@@ -1,13 +1,12 @@
-"""`run_league`: every way to make a model better on one taskset, under one budget.
+"""`run_league`: runs every way to improve a model on one taskset, under one budget.
 
     taskset: tasks.jsonl
     engine: {model: smollm2}
     budget: {max_answer_tokens: 100000}
 
-Each entrant is an ordinary run, or several, beside the league's own: `LEAGUE.sft-0`, with seeds 0,
-1, 2. The league resumes as a pipeline does. An entrant that cannot be run is left out with its
-error, and the others go on; where servers, workers or the disk fail, the league ends, to be
-resumed.
+Each entrant with each seed is one or more ordinary runs beside the league's own: `LEAGUE.sft-0`.
+The league resumes as a pipeline does. An entrant that fails is left out with its error, and the
+others continue. If servers, workers or the disk fail, the league ends and can be resumed.
 """
 
 from collections.abc import Callable
@@ -59,9 +58,9 @@ from rookery.ui.display import Display
 __all__ = ["LEAGUE", "run_league"]
 
 SHARED_INPUTS = "entrants.json"
-"""Digests of what all entrants read: one that begins later begins with the same."""
+"""File with the digests of all entrants' inputs. An entrant that begins later must match them."""
 FAILED = "league/failed"
-"""The event that says why a step is left out."""
+"""Event with the error of a step that is left out."""
 
 
 def run_league(
@@ -72,10 +71,10 @@ def run_league(
     progress: bool = True,
     **values: Any,
 ) -> Outcome[LeagueReport]:
-    """Run what there is to make a model better, each under the same budget, and rank the results.
+    """Run every applicable method under the same budget, and rank the results.
 
     `run_league("league.yaml", num_seeds=5)`; `values` are keys of the config. The report tasks are
-    read once, when all have ended.
+    read once, after all entrants have ended.
     """
     return LEAGUE.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
@@ -88,7 +87,7 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
     inputs = _read_inputs(league, steps)
 
     def begin(run: Run) -> StepsConfig:
-        nonlocal steps  # made once: a league of many seeds has thousands
+        nonlocal steps  # made once: many seeds have thousands of steps
         league.write_files(run)
         steps = league.steps(run.path)
         return steps
@@ -107,8 +106,7 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
 
 
 def _check(league: League, place: Path) -> StepsConfig:
-    """The steps; refuses settings that cannot be, before anything is run. `place` is where the run
-    of the league is or will be."""
+    """Return the steps, with valid settings. `place` is the folder of the league's run."""
     steps, entrants = league.steps(place), league.entrants(place)
     if not entrants:
         reasons = " ".join(f"{name}: {reason}" for name, reason in league.reasons.items())
@@ -116,19 +114,18 @@ def _check(league: League, place: Path) -> StepsConfig:
     require_order(steps)
     require_places(steps, place)
     if any(entrant.name == "prompt" for entrant in entrants):
-        find_form(league.first_prompt, league.taskset)  # of the report tasks too
+        find_form(league.first_prompt, league.taskset)  # also checks the report tasks
     for name in (name for entrant in entrants if entrant.index == 0 for name in entrant.steps):
-        # Those of other seeds differ by the seed alone.
+        # Other seeds have the same settings.
         settings = read_step(steps, name, place, are_made=False)
-        if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
+        if isinstance(settings, SftRunConfig):  # trained without asking an engine
             ranks = {f"The rank of {name}": settings.rank}
             require_adapters(with_rank(league.config.engine, settings.rank), ranks)
     return steps
 
 
 def _read_inputs(league: League, steps: StepsConfig) -> dict[str, RunInputs]:
-    """What every step reads that no other makes: that of the first seed, as others read the same.
-    Refuses what cannot be read."""
+    """Digest the external inputs of every step. They are the same for all seeds of an entrant."""
     reader = InputReader()
     first: dict[tuple[str, int], RunInputs] = {}
     inputs: dict[str, RunInputs] = {}
@@ -150,7 +147,7 @@ def _read_step_inputs(
 def _take(
     steps: StepsConfig, display: Display, run: Run, name: str, try_work: Callable[[], str]
 ) -> None:
-    """One that cannot be run is left out, durably, and so is one that takes from it."""
+    """Run a step, and record its failure. A step that takes from a failed step fails too."""
     if run.get(FAILED, name) is not None:
         return
     sources = [step for _, step in feeds(steps, name)]
@@ -162,8 +159,8 @@ def _take(
 
 
 def _try(work: Callable[[], None], require_inputs: Callable[[], None]) -> str:
-    """Why it failed; empty where it did not. Without servers, workers, the disk or what it reads
-    the league ends: that is no entrant's failure."""
+    """Run a step; return its error, or "" if it succeeds. Failures of servers, workers or the disk,
+    and changed inputs, are raised: they end the league."""
     try:
         work()
     except (EngineDownError, FleetDownError):
@@ -179,7 +176,7 @@ def _try(work: Callable[[], None], require_inputs: Callable[[], None]) -> str:
 def _plan(
     league: League, config: LeagueConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[LeagueReport]:
-    """What is left when all steps have ended."""
+    """Plan the report, after all steps have ended."""
     del config
     assert open_run.folder is not None
     with Run.view(open_run.folder) as run:
