@@ -287,7 +287,7 @@ class ForkServer:
                 "seed": seed,
                 "isolate": isolate,
             }
-            descriptors = [result.writer, output.writer, *self._tell(body, stack)]
+            descriptors = [result.writer, output.writer, *self._describe_server(body, stack)]
             body |= evaluator.model_dump(include={"suffix", "cascade", "thresholds"})
             await self._send(body, descriptors)
             result.close_writer()
@@ -320,7 +320,7 @@ class ForkServer:
             is_forgeable=not isolate,
         )
 
-    def _tell(self, body: dict[str, object], stack: ExitStack) -> list[int]:
+    def _describe_server(self, body: dict[str, object], stack: ExitStack) -> list[int]:
         """Give a server without /proc its data size, and a descriptor that lists its children."""
         if self._pid is None:
             return []

@@ -1,6 +1,7 @@
 """A torch causal LM with N adapter slots, mixed in one batch, forward and backward.
 
-Tokens are packed: one long row, no padding. Each packed row names its slot or none.
+Tokens of all sequences are packed as the rows of one tensor, without padding. Each row uses one
+slot or none.
 """
 
 from rookery.slots.attention import Attend, CausalAttend

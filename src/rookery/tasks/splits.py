@@ -93,10 +93,10 @@ def split_of(key: str, splits: SplitsConfig) -> SplitName:
     """Return the split of a key, from the position of its hash in [0, 1)."""
     place = hash_fraction(key, salt=f"split/{splits.salt}")
     used = [name for name in SPLITS if splits.share(name) > 0.0]
-    reached = 0.0
+    end = 0.0
     for name in used[:-1]:
-        reached += splits.share(name)
-        if place < reached:
+        end += splits.share(name)
+        if place < end:
             return name
     return used[-1]
 
@@ -119,7 +119,7 @@ def join_keys(keys: Sequence[Sequence[str]]) -> list[str]:
 
     join_keys([("a",), ("a", "b"), ("b",), ("c",)]) -> ["a", "a", "a", "c"]
     """
-    parent = {key: key for own_keys in keys for key in own_keys}
+    parent = {key: key for item_keys in keys for key in item_keys}
 
     def root(key: str) -> str:
         while parent[key] != key:
@@ -130,7 +130,7 @@ def join_keys(keys: Sequence[Sequence[str]]) -> list[str]:
     for first, *others in keys:
         for other in others:
             parent[root(other)] = root(first)
-    return [root(own_keys[0]) for own_keys in keys]
+    return [root(item_keys[0]) for item_keys in keys]
 
 
 def hash_fraction(text: str, *, salt: str) -> float:

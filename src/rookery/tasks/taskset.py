@@ -530,11 +530,11 @@ def options_start(spec: str, folder: Path = Path()) -> int:
     """Return the index of the `?` before the options; the length if there are none. File names may
     contain `?`: the longest existing path is the name."""
     ends = [place for place, char in enumerate(spec) if char == "?"]
-    there = (end for end in (len(spec), *ends) if end and _is_there(folder, spec[:end]))
+    there = (end for end in (len(spec), *ends) if end and _exists(folder, spec[:end]))
     return next(there, ends[0] if ends else len(spec))
 
 
-def _is_there(folder: Path, name: str) -> bool:
+def _exists(folder: Path, name: str) -> bool:
     return os.path.exists(folder / os.path.expanduser(name))  # False for names that are too long
 
 

@@ -45,10 +45,12 @@ def main(settings: Settings) -> None:
     except UnusableEvaluator as error:
         _send(control, {"unusable": str(error)})
         return
-    is_told = settings["isolation"] == "landlock"  # /proc is hidden: the host process measures
+    is_proc_hidden = (
+        settings["isolation"] == "landlock"
+    )  # /proc is hidden: the host process measures
     is_isolated = settings["isolation"] != "jail"
-    _send(control, {"is_isolated": is_isolated, "pid": os.getpid() if is_told else None})
-    settings |= {"server_bytes": 0 if is_told else _data_bytes()}
+    _send(control, {"is_isolated": is_isolated, "pid": os.getpid() if is_proc_hidden else None})
+    settings |= {"server_bytes": 0 if is_proc_hidden else _data_bytes()}
     while (request := _receive(control)) is not None:
         body, descriptors = request
         status = _run(control, module, settings | body, descriptors)
@@ -95,9 +97,9 @@ def _run(
     control: socket.socket, module: ModuleType, settings: Settings, descriptors: list[int]
 ) -> dict[str, Any] | None:
     """Run one candidate to its end; None if the host process is gone."""
-    result, output, *told = descriptors
+    result, output, *child_lists = descriptors
     reader, status = os.pipe()
-    children = told or _open_children()
+    children = child_lists or _open_children()
     private = (control.fileno(), reader, *children)
     to = Descriptors(result=result, output=output, status=status, private=private)
     child = start_candidate(module, settings, to)
