@@ -186,7 +186,6 @@ class Batcher:
 
     @property
     def _num_free(self) -> int:
-        """Rows in which new sequences may start."""
         return max(0, max(1, self._max_rows // self._divisor) - len(self._decoding))
 
     def _jobs(self) -> list[Job]:

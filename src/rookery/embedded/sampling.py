@@ -27,8 +27,8 @@ __all__ = [
 def penalise(
     logits: torch.Tensor, penalties: Penalties, *, prompt: Sequence[int], drawn: Sequence[int]
 ) -> None:
-    """Penalise earlier tokens as vLLM does: change one row of logits [vocabulary] in place, before
-    the temperature applies."""
+    """Penalise earlier tokens in place in one row of logits [vocabulary], as vLLM does: before the
+    temperature."""
     if penalties.repetition != 1.0:
         seen = torch.tensor(sorted({*prompt, *drawn}), device=logits.device)
         raw = logits[seen]

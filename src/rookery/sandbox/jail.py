@@ -179,8 +179,7 @@ def readable_paths(config: SandboxConfig) -> list[Path]:
 
 
 def unsafe_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
-    """Run the server as a plain process with limits: programs can do anything their user can do.
-    Only the environment is hidden."""
+    """Run the server as a plain process with limits. Programs have all rights of their user."""
     command = server_command(config, box, inside=box.inside, scratch=box.scratch, isolation="none")
     return Jail(
         command=command, environment=environment(config, box.scratch), aliases=box_aliases(box)

@@ -165,8 +165,7 @@ async def probe_backend(backend: BackendName, config: SandboxConfig | None = Non
 
 
 async def choose_backend(config: SandboxConfig) -> SandboxConfig:
-    """Return the config with a backend that works here; SandboxError if none does. A named backend
-    is tried as well."""
+    """Return the config with a backend that was tried and works here; SandboxError if none does."""
     names = SAFE_BACKENDS if config.backend is None else (config.backend,)
     failed = []
     for name in names:

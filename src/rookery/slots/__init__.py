@@ -1,7 +1,6 @@
 """A torch causal LM with N adapter slots, mixed in one batch, forward and backward.
 
-Tokens of all sequences are packed as the rows of one tensor, without padding. Each row uses one
-slot or none.
+Tokens of all sequences are the rows of one tensor, without padding. Each row uses a slot or none.
 """
 
 from rookery.slots.attention import Attend, CausalAttend

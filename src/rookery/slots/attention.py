@@ -1,8 +1,7 @@
 """Attention over packed rows, plugged into transformers under the name `rookery`.
 
-A decoder layer computes queries, keys and values of all packed rows and passes them to the forward
-pass's `Attend`. The engine's reads a KV cache; `CausalAttend` handles whole sequences, with
-gradients.
+A decoder layer passes queries, keys and values of all packed rows to the `Attend` of the forward
+pass. The engine's reads a KV cache; `CausalAttend` handles whole sequences, with gradients.
 """
 
 from collections.abc import Sequence
@@ -165,7 +164,6 @@ class CausalAttend:
 
 
 def any_follows(follows: Sequence[int | None]) -> bool:
-    """Return whether some sequence follows another."""
     return any(place is not None for place in follows)
 
 
@@ -239,7 +237,8 @@ def attend_varlen(
 def causal_mask(
     positions: torch.Tensor, num_keys: int, *, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return an additive mask [..., queries, keys]: a query sees its last `window` keys."""
+    """Return an additive mask [..., queries, keys]: a query sees keys up to itself, the last
+    `window` if set."""
     keys = torch.arange(num_keys, device=positions.device)
     distance = positions[..., None] - keys
     seen = distance >= 0
@@ -252,8 +251,7 @@ def causal_mask(
 def attend_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: Heads
 ) -> torch.Tensor:
-    """Attend with q [N, H, Q, D] to k, v [N, KV, K, D] under an additive mask. H may be a multiple
-    of KV."""
+    """Attend with q [N, H, Q, D] to k, v [N, KV, K, D] under an additive mask; KV divides H."""
     if heads.softcap is None:
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=heads.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -276,8 +274,7 @@ def attend_alike(
 
 
 def register() -> None:
-    """Register this attention with transformers, before a model is loaded. The import takes
-    seconds."""
+    """Register this attention with transformers, before a model is loaded. Takes seconds."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _forward)
@@ -309,8 +306,7 @@ def _forward(
 
 _NUM_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Accepted difference as a fraction of the largest logit. Kernels sum in different orders; a wrong
-pass differs far more."""
+"""Accepted difference as a fraction of the largest logit, for kernels that sum in other orders."""
 
 
 class PositionProbe:

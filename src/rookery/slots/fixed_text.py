@@ -89,8 +89,7 @@ class _Slot:
 
 
 class _Recording:
-    """A CUDA graph of one computation, on its own stream, so that waiting for other GPU work does
-    not wait for it."""
+    """A CUDA graph of one computation. Its own stream keeps it out of waits for other GPU work."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         """Other threads may use the GPU meanwhile. The first computation runs outside the graph,

@@ -75,7 +75,6 @@ class FusedLayer:
         self._activate: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn.forward
 
     def pack(self, product: MakeProduct) -> None:
-        """Lay the weights out for CPU inference."""
         for group in (self._qkv, self._o, self._gate_up, self._down):
             group.pack(product)
 

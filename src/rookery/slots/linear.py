@@ -193,7 +193,6 @@ class SlottedLinear(nn.Module):
 
     @torch.no_grad()
     def clear(self, slot: int) -> None:
-        """Zero a slot if it exists."""
         if self.a is not None and self.b is not None and slot < len(self.a):
             self.a[slot] = 0
             self.b[slot] = 0
@@ -212,7 +211,7 @@ class SlottedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _only_pair(self) -> SlotFactors | None:
-        """Return the factors if all rows use one slot and the weights are plain; else None."""
+        """Return the factors if all rows use one slot of plain, frozen weights; else None."""
         if len(self._active.rows) != 1 or self._packed is not None or self.weight is None:
             return None
         [rows] = self._active.rows
@@ -270,8 +269,7 @@ class _OnePair(torch.autograd.Function):
 class EvenActivation(nn.Module):
     """An activation whose bits do not depend on a number's position in the tensor.
 
-    torch computes the tail of a tensor, and of each thread's part, without vector instructions and
-    with other bits.
+    torch computes the tail of a tensor, and of each thread's part, in scalars, with other bits.
     """
 
     def __init__(self, plain: nn.Module) -> None:
@@ -408,8 +406,7 @@ _OUT_MULTIPLE_X86 = 16
 
 
 def int4_packing() -> Packing:
-    """Return this machine's 4-bit packing; ModelError if there is none, or if a row's bits depend
-    on the number of rows."""
+    """Return this machine's 4-bit packing; ModelError if none exists or its bits vary by batch."""
     packing = _find_packing()
     if packing is None:
         raise ModelError(

@@ -258,7 +258,6 @@ class SlottedModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layers run as fused operations."""
         return self._fused is not None
 
     def _agreeing_fusion(self) -> list[FusedLayer] | None:

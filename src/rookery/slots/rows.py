@@ -1,7 +1,6 @@
 """Plans which slot each packed row uses, so that a batch's adapters take only a few matmuls.
 
-A `SlotRows`, with any factors it brings, belongs to one pass: passes of several threads over one
-model are independent.
+A `SlotRows` and its factors belong to one pass: passes of several threads are independent.
 
 The rows of a slot are cut into blocks of a fixed size, with padding, and all blocks go through one
 batched product. The block size depends on the kind of row (prompt or decoded) and never on the

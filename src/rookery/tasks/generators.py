@@ -4,15 +4,13 @@
     label-*                                                      tasks that interfere
     mark-*                                                       the same, each with its own labels
 
-Each `label-` task labels an item red or blue by its own rule. The prompt names the rule without
-explaining it:
+Each `label-` task labels an item red or blue by its own rule, which the prompt only names:
 
     Task: size      Item: elephant     -> red     (big)
     Task: living    Item: elephant     -> blue    (an animal)
     Task: alphabet  Item: elephant     -> red     (e is in the first half)
 
-A model trained on one of them answers the others wrongly. A merge of such models can therefore be
-better or worse than its parents.
+A model trained on one task answers the others wrongly, which makes merging such models hard.
 """
 
 import hashlib

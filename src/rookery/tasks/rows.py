@@ -26,8 +26,7 @@ from rookery.types import Json, Message, Task
 __all__ = ["FieldsConfig", "Row", "RowReader", "require_plain"]
 
 MAX_DEPTH = 100
-"""Limit on the nesting of lists and objects in a row. Real data is far below it, and recursive
-programs can process it."""
+"""Limit on nested lists and objects in a row: far above real data, safe for recursive programs."""
 
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "problem"),
@@ -44,16 +43,15 @@ class FieldsConfig(Config):
     """Names of the row's fields. If a name is empty, the usual names are tried."""
 
     prompt: str = ""
-    """Field with the question, a text or a list of messages. Usual names: prompt, question,
-    problem."""
+    """Field with the question: a text or messages. Usual names: prompt, question, problem."""
     messages: str = ""
     """Field with a chat instead of a prompt: a list of {role, content}. If no field holds the
     reference, the assistant's last message is the reference. Usual name: messages."""
     reference: str = ""
     """Field with the right answer. Usual names: reference, answer, completion."""
     choices: str = ""
-    """Field with a list of texts, {A: ..., B: ...} or {text: [...], label: [...]}. Usual name:
-    choices."""
+    """Field with [text, ...], {A: ..., B: ...} or {text: [...], label: [...]}. Usual name: choices.
+    """
     id: str | None = ""
     """Field with a text or whole number that is unique in the file. Usual name: id. Without the
     field, or with `null`, ids are made from the content. Use `null` if the file repeats ids."""
@@ -142,7 +140,6 @@ class RowReader:
 
     @property
     def has_ids(self) -> bool:
-        """Whether rows carry their own ids."""
         return bool(self._names["id"])
 
     def open_fields(self, row: Row) -> dict[str, object]:

@@ -84,8 +84,7 @@ def content_key(task: Task) -> str:
 
 
 def question_of(task: Task) -> str:
-    """Return the key of a task's question. Tasks of one question share a split and are not
-    independent in intervals."""
+    """Return the key of a task's question. Its tasks share a split and are one cluster."""
     return task.group or split_key(task.prompt)
 
 

@@ -248,8 +248,7 @@ class JsonlConfig(RowsOptions):
 
     type: Literal["jsonl"] = "jsonl"
     path: Path
-    """Path of the file, relative to the current folder or, in a config file, to that file's folder.
-    """
+    """Path of the file, relative to the current folder or to the folder of the config file."""
 
 
 class HfConfig(RowsOptions):
@@ -276,7 +275,7 @@ class GeneratedConfig(TasksetOptions):
     size: int = Field(default=200, ge=1)
     """Number of tasks. A larger size with the same seed contains the tasks of a smaller one."""
     seed: int = 0
-    """Seed that determines the order of the tasks."""
+    """Seed of the random order from which the first `size` tasks are taken."""
 
     @field_validator("generator")
     @classmethod

@@ -275,8 +275,7 @@ def _essence(text: str) -> str:
 
 
 def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Template:
-    """Load the template of a model folder's tokenizer; a string like owner/model is a hub id if no
-    such folder exists."""
+    """Load the tokenizer of a model folder, or of a hub id if no such folder exists."""
     folder = expanded(model_folder)
     is_id = isinstance(model_folder, str) and not model_folder.startswith((".", "/", "~"))
     if not folder.is_dir() and not is_id:

@@ -74,8 +74,7 @@ _RECORDED = TypeAdapter(dict[str, float])
 _BASE = "rookery_base"
 """Metadata key of the safetensors file: the adapter's base, if the config has a loadable name."""
 _SCALE_TOLERANCE = 1e-12
-"""If a recorded scale differs by more than this, lora_alpha was edited later and takes precedence.
-"""
+"""Largest difference at which a recorded scale counts; beyond it, lora_alpha was edited later."""
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
 )
@@ -336,8 +335,7 @@ def _require_finite(lora: LoraFactors, *, layer: str, where: str) -> None:
 
 
 def _match(pattern: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
-    """Return the value of the first pattern that matches the layer name from a dot to its end, as
-    peft and vLLM do."""
+    """Return the value of the first pattern that is a dotted suffix of the name, as in peft."""
     for key, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({key})$", layer):
             return value
@@ -375,8 +373,7 @@ def _let_all_read(folder: Path) -> None:
 
 
 def _sort_metadata(file: Path) -> None:
-    """Sort the metadata, which safetensors writes in any order, so that equal adapters give equal
-    files."""
+    """Sort the metadata, which safetensors does not: equal adapters must give equal files."""
     with file.open("r+b") as handle:
         size = int.from_bytes(handle.read(8), "little")
         header = json.loads(handle.read(size))

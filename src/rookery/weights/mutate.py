@@ -1,5 +1,4 @@
-"""Gaussian mutation of adapters (whether a candidate changes, and which numbers), and noise from
-seeds for evolution strategies.
+"""Gaussian mutation of adapters, and noise from seeds for evolution strategies.
 
     mutation = mutate(adapter, method=GaussianConfig(gene_rate=0.1), key=(seed, generation, child))
     mutation.adapter, mutation.sigma
@@ -46,8 +45,7 @@ __all__ = [
 def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
     """Add sigma * eps(seed) to every number of both factors. Negative sigma gives the mirror image.
 
-    The noise depends only on the seed and the layer's name and shape: all adapters of a layout get
-    the same.
+    The noise depends only on the seed and the layer's name and shape, not on the adapter.
     """
     return accumulate(adapter, seeds=[seed], amounts=[sigma])
 

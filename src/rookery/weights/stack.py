@@ -237,8 +237,7 @@ def bernoulli_positions(
 ) -> NDArray[np.int64]:
     """Return, ascending, the positions at which independent trials of probability `rate` succeed.
 
-    Only the geometric gaps between successes are drawn: a rate of 0.01 costs a hundredth of a full
-    mask.
+    Only the gaps between successes are drawn: a rate of 0.01 costs a hundredth of a full mask.
     """
     if rate >= 1:
         return np.arange(num_places, dtype=np.int64)
@@ -266,8 +265,7 @@ def zero_adapter(layout: Layout, *, name: str, seed: Key) -> Adapter:
 def random_adapter(layout: Layout, *, name: str, seed: Key, size: float = 1e-3) -> Adapter:
     """Make an adapter with a random delta W whose entries have standard deviation `size`.
 
-    Weights of a language model have a standard deviation of 0.02 to 0.1: the default has an effect
-    and does no harm.
+    Language models' weights have a standard deviation of 0.02 to 0.1: the default is harmless.
     """
     return _draw(layout, name=name, seed=seed, size=size)
 

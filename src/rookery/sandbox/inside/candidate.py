@@ -274,8 +274,7 @@ def _set_oom_score() -> None:
 
 
 def _fork_when_possible() -> int:
-    """Fork, retrying for up to FORK_S: sandlock still counts the previous candidate's processes for
-    a moment after they have ended."""
+    """Fork, retrying for up to FORK_S: sandlock counts ended processes for a moment longer."""
     deadline = time.monotonic() + FORK_S
     while True:
         try:

@@ -125,7 +125,6 @@ async def _wait(result: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a numpy or torch number to a Python number."""
     item = getattr(value, "item", None)
     if not callable(item):
         return value

@@ -95,8 +95,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies. Linux only; elsewhere the server ends
-    with its control stream."""
+    """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         _check(_LIBC.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl")
 
@@ -169,7 +168,7 @@ def drop_capabilities() -> None:
 
 
 def hide_memory(is_hidden: bool = True) -> None:
-    """Stop other processes of this user from reading or tracing this one. Linux only."""
+    """Stop this user's other processes from reading or tracing this one, or allow it. Linux only."""
     if sys.platform == "linux":
         _LIBC.prctl(_DUMPABLE, int(not is_hidden), 0, 0, 0)
 

@@ -329,7 +329,6 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_named(function: Any) -> bool:
-    """Return whether a function can be found by its module and name."""
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     return getattr(home, getattr(function, "__qualname__", ""), None) is function
 

@@ -45,8 +45,8 @@ class JudgeConfig(ScorerOptions):
 
     type: Literal["judge"] = "judge"
     model: str
-    """Served name of the judge, `name@version`. Do not use the model in training: it would learn to
-    please itself."""
+    """Served name of the judge, `name@version`. It must not be the model in training, which would
+    learn to please itself."""
     prompt: str = DEFAULT_PROMPT
     """jinja2 template over prompt, completion, reference, choices, low and high."""
     pattern: str = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"

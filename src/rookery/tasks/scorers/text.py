@@ -140,8 +140,7 @@ class RegexConfig(ScorerOptions):
 
     type: Literal["regex"] = "regex"
     pattern: str
-    """Python regular expression. Write flags inline: (?i) ignores case, (?s) lets . match any
-    character."""
+    """Python regular expression. Inline flags: (?i) ignores case, (?s) lets . match newlines."""
     group: int | str | None = None
     """Number or name of a group of the last match in the completion; 0 is the whole match. Its
     stripped text must equal the reference, or one item of it."""

@@ -49,7 +49,7 @@ __all__ = [
 
 _POWER_STEPS = 2
 """Power iterations of `low_rank`, which starts from the parents' span. For TIES of two trained
-adapters, the error exceeds the minimum by 20 % with no iteration, 0.9 % with one, and at most 0.1 %
+adapters, the error exceeds the minimum by at most 20 % with no iteration, 0.9 % with one and 0.1 %
 with two. For DARE, whose spectrum is flat, it is 2 %, 0.8 % and 0.5 %."""
 _OVERSAMPLING = 8
 """Extra directions in `low_rank` beyond the rank, so that the last ones converge too."""
@@ -393,7 +393,6 @@ def _of_one_shape(matrices: Sequence[_Dense]) -> list[list[_Dense]]:
 
 
 def _truncate_into(group: Sequence[_Dense], children: Stack) -> None:
-    """Truncate the matrices into the children's factors."""
     matrices = [one.matrix for one in group]
     starts = [one.start for one in group if one.start is not None]
     rank = children.layout.rank
@@ -441,8 +440,7 @@ def _weigh_factors(
 def _stretches(
     population: Stack, cross: Cross, method: MergeConfig
 ) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-    """Yield (begin, end, coefficients) of neighbouring factors with equal coefficients; linear has
-    only one such range."""
+    """Yield (begin, end, coefficients) of neighbouring factors with equal coefficients."""
     weigh = WEIGHINGS[method.type]
     begin, current = 0, None
     all_places = places(population.layout)
@@ -459,8 +457,7 @@ def _stretches(
 def _weighted_sum(
     vectors: Sequence[torch.Tensor], coefficients: Sequence[float], *, out: torch.Tensor
 ) -> None:
-    """Sum the vectors: in one pass for two coefficients of sum 1, the common case, else in one pass
-    per vector."""
+    """Sum the vectors; the common case, two coefficients of sum 1, takes only one pass."""
     if len(vectors) == 2 and abs(sum(coefficients) - 1) < 1e-12:
         # A tensor as the weight selects the faster kernel.
         weight = torch.tensor(coefficients[1], device=out.device)
@@ -525,7 +522,6 @@ def merge_by_block(
 
 
 def _part(parent: Adapter, block: str) -> Adapter:
-    """Return the adapter restricted to one block."""
     return replace(
         parent,
         factors={k: lora for k, lora in parent.factors.items() if block_of(k) == block},

@@ -2,8 +2,7 @@
 
     engine = load_compiled()
 
-It needs a C compiler (`cc` on the PATH) and takes 0.5 s once per process. Without a compiler the
-passes run in torch.
+A C compiler (`cc` on the PATH) runs for 0.5 s per process; without one, passes run in torch.
 """
 
 import ctypes
@@ -45,8 +44,7 @@ __all__ = [
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 NEXT_TO_NOTHING = np.float32(1e-30)
-"""Added to the total weight of the elected parents: without any, the result is 0 / 1e-30 = 0. It
-changes no weight above 1e-22."""
+"""Added to the elected parents' weight: with none, 0 / 1e-30 = 0. Changes no weight above 1e-22."""
 
 Row = TypeVar("Row", Floats, torch.Tensor)
 """A row in host memory, or on a GPU."""
@@ -124,7 +122,6 @@ class Tensors:
 
 
 def as_tensors(blend: Blend[Floats]) -> Blend[torch.Tensor]:
-    """Return the same pass over the same memory, as tensors."""
     entries = blend.entries
     return Blend(
         rows=[torch.from_numpy(row) for row in blend.rows],

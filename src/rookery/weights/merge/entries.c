@@ -28,7 +28,7 @@ typedef uint32_t __attribute__((may_alias)) Bits;
 /* ---- The k-th largest magnitude --------------------------------------------------------------
  * The bits of magnitudes have the order of the magnitudes. A sample gives an approximate range for
  * the upper 15 bits of the answer. In this range every number gets a byte, and a search that counts
- * bytes finds the exact upper bits. The lower 16 are searched among the few numbers that share them.
+ * bytes finds the exact upper bits. The lower 16 are searched among the few numbers with these.
  */
 enum { GROUP = 64, FULL = 255, SAMPLES = 150 };
 
@@ -69,8 +69,8 @@ static void narrow(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k
   else bracket->high = key, bracket->at_high = found;
 }
 
-/* Find the k-th largest key, as bracket->low. Each probe extrapolates from the last one by `density`,
- * numbers per key. Every fourth probe bisects, to bound the time, and every probe if density is 0. */
+/* Find the k-th largest key, as bracket->low. A probe extrapolates from the last one by `density`,
+ * numbers per key. To bound the time every fourth probe bisects, and all do if density is 0. */
 static void search(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k, double density,
                    int place) {
   for (int turn = 1; bracket->high - bracket->low > 1; turn++) {

@@ -1,5 +1,4 @@
-"""Merge operators by name: linear, layerwise, DARE, TIES. A new one is a config, a function and a
-line in the tables at the end.
+"""Merge operators by name: linear, layerwise, DARE, TIES. The tables at the end list them.
 
 LinearConfig()                    # divides the weights by their sum: an average
 LinearConfig(normalise=False)     # keeps the weights: (1, 1) is the plain sum
@@ -74,8 +73,8 @@ class LayerwiseConfig(Config):
     space: Space = "delta"
     """Combine delta W (exact) or the two factors separately; equal if `mode` is pick."""
     mode: Literal["pick", "mix"] = "pick"
-    """pick takes one parent, with its weight as probability. mix draws random coefficients around
-    the weights."""
+    """pick: one parent, with its weight as probability. mix: random coefficients whose expected
+    proportions are the weights."""
     unit: Literal["block", "layer"] = "block"
     """Layers that share a draw: a transformer block ("model.layers.3"), or one linear layer."""
 
@@ -111,8 +110,7 @@ class DareConfig(Config):
 
     type: Literal["dare"] = "dare"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors separately.
-    """
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, ge=1e-4, le=1)
     """Probability that an entry is kept."""
     normalise: bool = True
@@ -140,8 +138,7 @@ def drop_rows(
     elect_by: Callable[[Cross], Sequence[float] | None],
     out: torch.Tensor,
 ) -> None:
-    """Drop entries, multiply each parent by its gain, then add; or elect, if `elect_by` returns
-    weights."""
+    """Drop entries, multiply parents by their gains, then elect by `elect_by`, or add if None."""
     engine, values, children = open_rows(rows, out)
     bounds = np.array(list(blocks(0, values.shape[1])), np.int64).reshape(-1, 2)
 
@@ -181,13 +178,11 @@ def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[F
 
 
 class TiesConfig(Config):
-    """Trim each parent to its largest entries, elect a sign per entry, and average the parents that
-    have it."""
+    """Trim parents to their largest entries, elect a sign per entry, average those that have it."""
 
     type: Literal["ties"] = "ties"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors separately.
-    """
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, gt=0, le=1)
     """Fraction of each tensor's entries that is kept, largest magnitudes first."""
 
@@ -232,8 +227,7 @@ class DareTiesConfig(Config):
 
     type: Literal["dare_ties"] = "dare_ties"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors separately.
-    """
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, ge=1e-4, le=1)
     """Probability that an entry is kept."""
 
