@@ -168,7 +168,7 @@ def drop_capabilities() -> None:
 
 
 def hide_memory(is_hidden: bool = True) -> None:
-    """Stop this user's other processes from reading or tracing this one, or allow it. Linux only."""
+    """If `is_hidden`, this user's other processes cannot read or trace this one. Linux only."""
     if sys.platform == "linux":
         _LIBC.prctl(_DUMPABLE, int(not is_hidden), 0, 0, 0)
 

@@ -37,7 +37,8 @@ class JsonSchemaConfig(ScorerOptions):
     """JSON Schema of the draft that its "$schema" names, or else 2020-12. References to other
     documents are not fetched. {} accepts everything."""
     match_reference: bool = False
-    """Also require the JSON to equal the reference (JSON, or a text with JSON); 1 equals 1.0."""
+    """Also require the JSON to equal the reference, which is JSON or a text with JSON. 1 equals
+    1.0, and key order is ignored."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

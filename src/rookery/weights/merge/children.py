@@ -185,7 +185,7 @@ def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
 _FEW_PARENTS = 8
 """Up to this many parents are truncated exactly, for any rank and layer."""
 _BATCH_NUMBERS = 1 << 22
-"""Numbers truncated in one batch: 16 MB, and twice that as doubles."""
+"""Numbers per parent truncated in one batch: 16 MB, and twice that as doubles."""
 _PATCH_NUMBERS = 1 << 24
 """Limit on the numbers of delta W for children of one layer in one patch: 64 MB."""
 _DENSE_NUMBERS = 1 << 28

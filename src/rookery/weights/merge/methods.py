@@ -73,8 +73,8 @@ class LayerwiseConfig(Config):
     space: Space = "delta"
     """Combine delta W (exact) or the two factors separately; equal if `mode` is pick."""
     mode: Literal["pick", "mix"] = "pick"
-    """pick: one parent, with its weight as probability. mix: random coefficients whose expected
-    proportions are the weights."""
+    """pick: one parent, with its weight as probability. mix: random coefficients of sum 1, larger
+    on average for larger weights."""
     unit: Literal["block", "layer"] = "block"
     """Layers that share a draw: a transformer block ("model.layers.3"), or one linear layer."""
 
