@@ -1,11 +1,11 @@
-"""Continuous batching: jobs wait, their prompts are computed, their sequences are decoded.
+"""Continuous batching: jobs queue, their prompts are computed, their sequences are decoded.
 
     waiting --prefill--> ScoreJob: answered
                      \\-> SampleJob: ready --a row is free--> decoding --stop or length--> answered
 
-One `step` is one prefill pass over what waits and one decoding step over all rows. Everything
-here is synchronous and belongs to one thread; `engine.py` drives it. All of it runs in torch's
-inference mode: tensors made there may be written nowhere else.
+One `step` is one prefill pass over the waiting jobs and one decoding step over all rows. Everything
+here is synchronous and belongs to one thread; `engine.py` drives it. It runs in torch's inference
+mode, so its tensors must not be written outside that mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,15 +42,15 @@ from rookery.types import (
 __all__ = ["Batcher", "Job", "SampleJob", "ScoreJob"]
 
 _HEAD_ROWS = 128
-"""Logits are made for this many rows at a time: 128 rows of a 50k vocabulary are 25 MB."""
+"""Rows per computation of logits: 128 rows of a 50k vocabulary are 25 MB."""
 
 _HEAD_BLOCK = 4
-"""Rows per adapter block in the head, for adapters that reach it."""
+"""Rows per adapter block in the head, for adapters of the head."""
 
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """A score request on its way; `result` is set when it leaves."""
+    """A score request in flight; `result` is set when it is answered."""
 
     request: ScoreRequest
     prompt: CachedPrompt
@@ -58,27 +58,27 @@ class ScoreJob:
     is_second_try: bool = False
 
     def restart(self) -> None:
-        """Start over in an empty batcher."""
+        """Reset the job, to start over in an empty batcher."""
         self.prompt = CachedPrompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.result, self.is_second_try = None, True
 
 
 @dataclass(slots=True, eq=False)
 class SampleJob:
-    """A sample request on its way, with its sequences; `result` is set when it leaves."""
+    """A sample request in flight, with its sequences; `result` is set when it is answered."""
 
     request: SampleRequest
     prompt: CachedPrompt
     max_tokens: int
     completions: dict[int, Completion] = field(default_factory=dict)
     texts: dict[int, TextDeltas] = field(default_factory=dict)
-    """What was told of each completion; a job that starts over tells nothing twice."""
+    """Streamed text of each completion; kept on restart, so that nothing is streamed twice."""
     num_started: int = 0
     result: tuple[Completion, ...] | EngineError | None = None
     is_second_try: bool = False
 
     def restart(self) -> None:
-        """Start over in an empty batcher."""
+        """Reset the job, to start over in an empty batcher."""
         self.prompt = CachedPrompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.completions, self.num_started = {}, 0
         self.result, self.is_second_try = None, True
@@ -89,7 +89,7 @@ Job = ScoreJob | SampleJob
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One sample of a job while it is decoded."""
+    """One sample of a job during decoding."""
 
     job: SampleJob
     index: int
@@ -101,7 +101,7 @@ class _Sequence:
 
 
 class Batcher:
-    """All jobs in flight over one model."""
+    """Advances all jobs in flight on one model."""
 
     def __init__(
         self,
@@ -118,28 +118,28 @@ class Batcher:
         self._detokenize = detokenize
         self._prefill_tokens = prefill_tokens
         self._max_rows = max_rows
-        self._share = 1
-        """What is computed at a time, one part in so many: 2 while a job has its second try."""
+        self._divisor = 1
+        """Divisor of rows and prefill tokens: 2 while a job is on its second try, else 1."""
         self._decode = DecodeBatch(model, max_rows=max_rows)
         self._waiting: list[Job] = []
         self._ready: list[SampleJob] = []
         self._decoding: list[_Sequence] = []
         """In row order."""
-        self._left: list[Job] = []
+        self._answered: list[Job] = []
         self._deltas: list[tuple[SampleJob, CompletionDelta]] = []
 
     def take_deltas(self) -> list[tuple[SampleJob, CompletionDelta]]:
-        """What completions gained since the last time, of jobs that want to know."""
+        """Return and clear the new deltas of requests that have `on_delta`."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _add(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs. Sorted, so that those that share a prefix are computed close in time."""
+        """Queue jobs, sorted so that shared prefixes are computed close in time."""
         self._waiting.extend(sorted(jobs, key=lambda job: job.prompt.tokens))
         self.prefill.stats.requested_tokens += sum(len(job.prompt.tokens) for job in jobs)
 
     def _drop(self, jobs: Sequence[Job]) -> None:
-        """Forget jobs whose callers are gone."""
+        """Remove jobs, wherever they are, and release their prompts."""
         gone = set(map(id, jobs))
         for row in reversed(range(len(self._decoding))):
             if id(self._decoding[row].job) in gone:
@@ -151,16 +151,16 @@ class Batcher:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget all jobs and all prefixes, and give back the memory that grew with them."""
+        """Forget all jobs and prefixes, and free the memory that grew with them."""
         self._waiting, self._ready, self._decoding = [], [], []
         self._decode = DecodeBatch(self._model, max_rows=self._max_rows)
         self.prefill.set_cut(self.prefill.cut)
 
     @torch.inference_mode()
     def retry(self, jobs: Sequence[Job]) -> None:
-        """Memory was short: forget everything but these jobs, which begin anew, and compute half as
-        much at a time until they are done. Their answers do not depend on that."""
-        self._share = 2
+        """Recover from short memory: restart these jobs, forget everything else, and halve rows and
+        prefill tokens until they are done. Their answers do not change."""
+        self._divisor = 2
         self.reset()
         for job in jobs:
             job.restart()
@@ -168,7 +168,7 @@ class Batcher:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Forget every prefix that no job needs."""
+        """Forget every prefix that no job uses."""
         self.prefill.clear()
 
     @torch.inference_mode()
@@ -178,7 +178,7 @@ class Batcher:
 
     @torch.inference_mode()
     def set_cut(self, cut: int) -> None:
-        """Move the border between trunk and branches; prompts that wait start over."""
+        """Move the border between trunk and branches; waiting prompts start over."""
         for job in self._waiting:
             self.prefill.release(job.prompt)
             job.prompt.num_planned = 0
@@ -186,8 +186,7 @@ class Batcher:
 
     @property
     def _num_free(self) -> int:
-        """Rows that sequences may begin in."""
-        return max(0, max(1, self._max_rows // self._share) - len(self._decoding))
+        return max(0, max(1, self._max_rows // self._divisor) - len(self._decoding))
 
     def _jobs(self) -> list[Job]:
         return [*self._waiting, *self._ready, *(sequence.job for sequence in self._decoding)]
@@ -198,32 +197,32 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self, added: Sequence[Job], dropped: Sequence[Job]) -> list[Job]:
-        """Take jobs in, forget others, advance the rest once; returns the jobs that are answered.
+        """Add and drop jobs, advance all others once, and return the answered ones.
 
-        An answered job has left: it holds no memory and no row.
+        An answered job holds no memory and no row.
         """
-        self._left = []
-        if self._share > 1 and not any(job.is_second_try for job in self._jobs()):
-            self._share = 1
+        self._answered = []
+        if self._divisor > 1 and not any(job.is_second_try for job in self._jobs()):
+            self._divisor = 1
         self._add(added)
         if dropped:
             self._drop(dropped)
         if self._waiting:
             self.prefill.advance(
                 [job.prompt for job in self._admissible()],
-                budget=max(1, self._prefill_tokens // self._share),
+                budget=max(1, self._prefill_tokens // self._divisor),
             )
-            self._leave_waiting()
+            self._finish_prefill()
         self._start_sequences()
         if self._decoding:
             self._decode_once()
-        failed = [job for job in self._left if isinstance(job.result, EngineError)]
+        failed = [job for job in self._answered if isinstance(job.result, EngineError)]
         if failed:
             self._drop(failed)
-        return self._left
+        return self._answered
 
     def _admissible(self) -> list[Job]:
-        """Waiting jobs worth computing now: all scores, and samples that will find rows."""
+        """Return the waiting jobs to compute now: all scores, and samples that will get rows."""
         room = self._num_free - len(self._ready)
         jobs: list[Job] = []
         for job in self._waiting:
@@ -234,7 +233,7 @@ class Batcher:
             jobs.append(job)
         return jobs
 
-    def _leave_waiting(self) -> None:
+    def _finish_prefill(self) -> None:
         done = [job for job in self._waiting if job.prompt.is_planned]
         self._waiting = [job for job in self._waiting if not job.prompt.is_planned]
         self._ready.extend(job for job in done if isinstance(job, SampleJob))
@@ -242,10 +241,10 @@ class Batcher:
         for job, score in zip(scores, self._score(scores), strict=True):
             self.prefill.release(job.prompt)
             job.result = score
-            self._left.append(job)
+            self._answered.append(job)
 
     def _score(self, jobs: Sequence[ScoreJob]) -> list[Score | EngineError]:
-        """Heads of all jobs together, in chunks of rows."""
+        """Compute the scores of all jobs, with one head computation over their rows."""
         parts: list[torch.Tensor] = []
         slots: list[int | None] = []
         wanted: list[tuple[int, ...]] = []
@@ -271,7 +270,7 @@ class Batcher:
         wanted: Sequence[tuple[int, ...]],
         num_top: int,
     ) -> list[tuple[tuple[float, ...], TopLogprobs]]:
-        """Per row: the log-probabilities of its wanted tokens, and the likeliest ones."""
+        """Return per row the log-probabilities of its wanted tokens, and the likeliest tokens."""
         if not slots:
             return []
         hidden = torch.cat(list(parts))
@@ -298,7 +297,7 @@ class Batcher:
         return self._model.logits(hidden, rows=plan)
 
     def _start_sequences(self) -> None:
-        """Give free rows to ready jobs and draw their first tokens."""
+        """Assign free rows to ready jobs and sample their first tokens."""
         started: list[_Sequence] = []
         num_free = self._num_free
         while self._ready and len(started) < num_free:
@@ -348,14 +347,14 @@ class Batcher:
         return draw(logits, params, uniforms)
 
     def _append(self, sequence: _Sequence, drawn: TokenDraw) -> bool:
-        """Add a token to a sequence; True when that ends it."""
+        """Add a token to a sequence; return whether the sequence has ended."""
         job = sequence.job
         if drawn.logprob != drawn.logprob:
             if job.result is None:
                 job.result = EngineError(
                     f"{job.request.model.served_name} gives NaN logits: its weights overflow."
                 )
-                self._left.append(job)
+                self._answered.append(job)
             return True
         sequence.tokens.append(drawn.token)
         sequence.logprobs.append(drawn.logprob)
@@ -363,7 +362,7 @@ class Batcher:
         sequence.kept.append(drawn.kept)
         reason, text = self._finish(sequence)
         if job.request.on_delta is not None:
-            self._tell(sequence, reason, text)
+            self._record_delta(sequence, reason, text)
         if reason is None:
             return False
         job.completions[sequence.index] = Completion(
@@ -377,28 +376,28 @@ class Batcher:
         )
         if len(job.completions) == job.request.params.n and job.result is None:
             job.result = tuple(job.completions[i] for i in range(job.request.params.n))
-            self._left.append(job)
+            self._answered.append(job)
         return True
 
-    def _tell(self, sequence: _Sequence, reason: FinishReason | None, text: str) -> None:
-        """Note what the sequence gained; `text` is all of it when it ends."""
+    def _record_delta(self, sequence: _Sequence, reason: FinishReason | None, text: str) -> None:
+        """Record the delta of the last token; if the sequence ends, `text` is its whole text."""
         job, params = sequence.job, sequence.job.request.params
         new = TextDeltas(params.stop, detokenize=self._detokenize)
-        told = job.texts.setdefault(sequence.index, new)
-        if len(sequence.tokens) <= told.num_tokens:
+        deltas = job.texts.setdefault(sequence.index, new)
+        if len(sequence.tokens) <= deltas.num_tokens:
             return
         delta = CompletionDelta(
             sample=sequence.index,
             tokens=(sequence.tokens[-1],),
             logprobs=(sequence.logprobs[-1],),
-            text=told.add(sequence.tokens, ended=None if reason is None else text),
+            text=deltas.add(sequence.tokens, ended=None if reason is None else text),
             finish_reason=reason,
             top_logprobs=(sequence.tops[-1],) if params.top_logprobs else (),
         )
         self._deltas.append((job, delta))
 
     def _finish(self, sequence: _Sequence) -> tuple[FinishReason | None, str]:
-        """Why the sequence ends now (None: it goes on), and its text."""
+        """Return why the sequence ends now (None if it continues), and its text."""
         params = sequence.job.request.params
         token = sequence.tokens[-1]
         is_eos = not params.ignore_eos and token in self._model.shape.eos_tokens

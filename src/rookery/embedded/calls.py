@@ -1,12 +1,12 @@
-"""Requests -> jobs, checked before they are queued, and the calls that wait for them: every one
-ends with its answers or with a sentence.
+"""Checks requests and turns them into jobs, and tracks the calls that wait for the jobs' answers.
+Every call ends with its answers or with an error.
 
     callers: await calls.answered(jobs)        driver: added, dropped = calls.take()
                                                        calls.leave(jobs)    # answered or dropped
                                                        calls.fail(jobs, error)
 
-A job counts as in flight until `leave` or `fail`, also when its caller was cancelled: until then
-the batcher may hold memory for it and compute with its adapter.
+A job is in flight until `leave` or `fail`, even if its caller was cancelled: until then the batcher
+may hold memory for it and compute with its adapter.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ __all__ = ["Calls", "RequestLimits", "sample_job", "score_job"]
 
 
 MIN_TEMPERATURE = 1e-6
-"""Logits over a smaller one overflow float32; 0 is greedy."""
+"""Logits divided by a smaller temperature overflow float32; 0 is greedy."""
 PENALTIES = "a repetition above 0, presence and frequency from -2 to 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What no request can exceed: the model's context, and the memory of the device."""
+    """Limits on every request: the model's context and the device's memory."""
 
     shape: ModelShape
     memory_bytes: int
     token_bytes: int
-    """What one cached token takes."""
+    """Memory of one cached token."""
 
 
 def sample_job(request: SampleRequest, *, slot: int | None, limits: RequestLimits) -> SampleJob:
-    """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
+    """Check a request and make its job. `max_tokens` is reduced to fit the model's context."""
     shape = limits.shape
     if request.json_schema:
         raise EngineError(
@@ -154,7 +154,7 @@ def _are_texts(stop: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `sample` or `score` call: its jobs and who waits for them."""
+    """One `sample` or `score` call: its jobs, and the future that its caller awaits."""
 
     jobs: Sequence[Job]
     done: asyncio.Future[None]
@@ -162,11 +162,11 @@ class _Call:
 
 
 class Calls:
-    """Belongs to one event loop. Bounded by the callers: each waits before it calls again."""
+    """All open calls of one event loop. Bounded by the callers: each awaits its call."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        """Set whenever the driver has something to see to; the driver clears it."""
+        """Set when the driver has work; the driver clears it."""
         self.idle = asyncio.Event()
         """Set while nothing is in flight."""
         self.idle.set()
@@ -178,15 +178,13 @@ class Calls:
 
     @property
     def num_in_flight(self) -> int:
-        """Jobs that have not left."""
         return len(self._by_job)
 
     def uses(self, ref: ModelRef) -> bool:
-        """Whether a job of this model is in flight."""
         return ref in self._num_jobs
 
     async def answered(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs and wait until all have their results."""
+        """Queue the jobs and wait until all have results."""
         if not jobs:
             return
         call = _Call(jobs, asyncio.get_running_loop().create_future(), len(jobs))
@@ -203,7 +201,7 @@ class Calls:
             raise
 
     def take(self) -> tuple[list[Job], list[Job]]:
-        """The jobs that were added and those whose callers went away, since the last time."""
+        """Return the jobs added, and those whose callers were cancelled, since the last `take`."""
         added = [job for call in self._added for job in call.jobs]
         dropped = [job for call in self._dropped for job in call.jobs]
         self._added.clear()
@@ -211,7 +209,7 @@ class Calls:
         return added, dropped
 
     def leave(self, jobs: Iterable[Job]) -> None:
-        """The batcher holds these jobs no longer. A call ends with its last job."""
+        """Record that the batcher no longer holds these jobs. A call ends with its last job."""
         for job in jobs:
             call = self._by_job.pop(id(job), None)
             if call is None:
@@ -227,20 +225,20 @@ class Calls:
         self.changed.set()
 
     def taken(self) -> list[Job]:
-        """The jobs in flight that the driver has taken."""
+        """Return the jobs in flight that the driver has taken."""
         fresh = set(map(id, self._added))
         calls = {id(call): call for call in self._by_job.values() if id(call) not in fresh}
         return [job for call in calls.values() for job in call.jobs if id(job) in self._by_job]
 
     def drop(self, job: Job, error: RookeryError) -> None:
-        """End the call of this job with an error; the batcher drops it with the next step."""
+        """End the call of this job with an error; the next step drops the call's jobs."""
         call = self._by_job.get(id(job))
         if call is not None and not call.done.done():
             call.done.set_exception(error)
             self._dropped.append(call)
 
     def fail(self, jobs: Iterable[Job], error: EngineError) -> None:
-        """End the calls of these jobs with this error; the batcher holds none of them."""
+        """End the calls of these jobs with an error. The batcher must no longer hold them."""
         calls = {id(call): call for job in jobs if (call := self._by_job.get(id(job)))}
         for call in calls.values():
             if not call.done.done():
@@ -248,7 +246,7 @@ class Calls:
             self.leave(call.jobs)
 
     def end(self, error: EngineError) -> None:
-        """End every call, those not yet taken too."""
+        """End every call, including calls that the driver has not taken."""
         self._added.clear()
         self.fail(self.taken(), error)
         self._dropped.clear()

@@ -1,4 +1,4 @@
-"""Decodes many sequences one token at a time: a compact batch over one pool of keys and values."""
+"""Decodes a compact batch of sequences, one token per step, over one pool of keys and values."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from rookery.slots.attention import KEY_BLOCK, Heads, attend_alike, attend_heads
 __all__ = ["DecodeBatch"]
 
 SLOT_BLOCK = 4
-"""Decoded rows per adapter block: one to a few sequences of each adapter is the usual case."""
+"""Decoded rows per adapter block: usually there are one to a few sequences per adapter."""
 
 _GROWTH = 128
-"""The pool's length grows in steps of this many tokens."""
+"""Step, in tokens, by which the pool's length grows."""
 
 
 class DecodeBatch:
-    """Rows 0 .. n-1 are the sequences being decoded; removing one moves the last into its place."""
+    """Rows 0 .. n-1 hold one sequence each; removing a row moves the last row into its place."""
 
     def __init__(self, model: SlottedModel, *, max_rows: int) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class DecodeBatch:
         return len(self._lengths)
 
     def add(self, keys_and_values: torch.Tensor, *, slot: int | None) -> int:
-        """Start a row from a prompt's [layers, 2, KV, tokens, D]; returns its number."""
+        """Start a row from a prompt's [layers, 2, KV, tokens, D] and return its index."""
         length = keys_and_values.shape[3]
         row = len(self._lengths)
         self._reserve(row + 1, max(length, *self._lengths, 0) + 1)
@@ -45,14 +45,14 @@ class DecodeBatch:
         return row
 
     def remove(self, row: int) -> int:
-        """End a row. Returns the row that was moved into its place (itself if it was the last)."""
+        """End a row and return the old index of the row now in its place (its own if last)."""
         last = len(self._lengths) - 1
         if row != last:
             length = self._lengths[last]
             self._pool[:, :, row, :, :length] = self._pool[:, :, last, :, :length]
             self._lengths[row], self._slots[row] = length, self._slots[last]
-        # Masked keys are read: nothing of an ended row, NaN least of all, may stay behind. One more
-        # than its length: a step that failed had written that far.
+        # Masked keys are still read, so an ended row must leave nothing behind, above all no NaN.
+        # A failed step may have written one token beyond the length.
         self._pool[:, :, last, :, : self._lengths[last] + 1] = 0
         self._lengths.pop()
         self._slots.pop()
@@ -60,7 +60,7 @@ class DecodeBatch:
         return last
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Feed one token to every row, in row order; returns logits [rows, vocabulary]."""
+        """Feed one token to every row, in row order; return logits [rows, vocabulary]."""
         device = self._pool.device
         self._reserve(len(self._lengths), max(self._lengths) + 1)
         positions = torch.tensor(self._lengths, device=device)
@@ -90,14 +90,14 @@ class DecodeBatch:
         return self._plan
 
     def _make_pool(self, num_rows: int, num_tokens: int) -> torch.Tensor:
-        """[layers, 2, rows, KV, tokens, D], zeros: masked keys are read, so they must be finite."""
+        """Make zeros [layers, 2, rows, KV, tokens, D]: masked keys are read and must be finite."""
         shape = self._model.shape
         like = torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         rows = (num_rows, shape.num_kv_heads, num_tokens, shape.head_dim)
         return zero_pages((shape.num_layers, 2, *rows), like=like)
 
     def _reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room. Both sides are sized by what is in use: a long row alone takes one row."""
+        """Grow the pool if needed. Its size follows the use: a single long row takes one row."""
         have_rows, have_tokens = self._pool.shape[2], self._pool.shape[4]
         if num_rows <= have_rows and num_tokens <= have_tokens:
             return
@@ -113,10 +113,10 @@ class DecodeBatch:
 
 
 class _PoolAttend:
-    """Attention of one decoding step: append each row's key and value, then see all of its own.
+    """Attention of one decoding step: append each row's key and value, then attend to its row.
 
-    Rows of different lengths share one call under a mask. What a row gets does not depend on the
-    others: masked keys weigh exactly 0.
+    Rows of different lengths share one call under a mask. A row's result does not depend on other
+    rows, because masked keys weigh exactly 0.
     """
 
     def __init__(self, pool: torch.Tensor, positions: torch.Tensor, *, is_exact: bool) -> None:
@@ -125,7 +125,7 @@ class _PoolAttend:
         self._num_keys = -(-(int(positions.max()) + 1) // KEY_BLOCK) * KEY_BLOCK
         self._masks: dict[int | None, torch.Tensor] = {}
         self._rows = torch.arange(len(positions), device=pool.device)
-        # One call each makes the views of all layers.
+        # One call makes the views of all layers.
         self._new = pool.permute(0, 2, 4, 1, 3, 5).unbind()
         seen = pool[:, :, : len(positions), :, : self._num_keys]
         self._keys, self._values = seen[:, 0].unbind(), seen[:, 1].unbind()

@@ -10,10 +10,9 @@
 | driver   | jobs              | answers        | new jobs, while nothing is in flight  |
 | a thread | one batcher step  | answered jobs  | nothing                               |
 
-One thread does all the arithmetic, from loading the weights on, and nothing else touches tensors:
-torch keeps a team of workers for every thread that computes, and with more workers than cores each
-call waits for them to wake up. When the engine is closed or stops at an unexpected error, all who
-wait are told at once and later calls are refused.
+One thread does all computation, including loading the weights. torch keeps a pool of workers for
+each thread that computes, and with more workers than cores every call waits for them to wake up.
+If the engine closes or stops at an unexpected error, waiting calls fail at once, later calls too.
 """
 
 import asyncio
@@ -46,50 +45,45 @@ from rookery.types import (
 
 __all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "check_int4"]
 
-# What an engine has computed, and what it holds.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Tokens since the start, and what is held now."""
+    """Token counts since the start, and the present cache and load."""
 
     requested_tokens: int
-    """Prompt tokens as asked for."""
+    """Prompt tokens in all requests."""
     prompt_tokens: int
-    """Prompt tokens computed: every shared prefix counts once per model."""
+    """Prompt tokens computed; a shared prefix counts once per model."""
     trunk_tokens: int
-    """Prompt tokens computed below the first adapted layer: once for all models."""
+    """Prompt tokens computed below the first adapted layer, once for all models."""
     decoded_tokens: int
     cached_tokens: int
-    """Prompt tokens whose keys and values are held now, once per model and once below them."""
+    """Cached prompt tokens: once per model, and once more below the first adapted layer."""
     num_in_flight: int
-    """Requests that are being computed now, or wait for it."""
-
-
-# A pause of all calls: nothing is in flight, and what comes waits for the end.
-#
-# async with pause.calls():      # who changes what answers are computed with
-# await pause.over()             # every call, before it begins
+    """Requests that are queued or being computed."""
 
 
 class Pause:
-    """Belongs to one event loop. Pauses follow one another."""
+    """Blocks new calls of one event loop while the weights change. One pause at a time.
+
+    async with pause.calls():      # change the weights
+    await pause.over()             # every call does this before it starts
+    """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._turn = asyncio.Lock()
-        # Cleared by `calls`, which sets it again whatever happens; `over` waits for it.
+        # `calls` clears it and always sets it again; `over` waits for it.
         self._is_over = asyncio.Event()
         self._is_over.set()
 
     async def over(self) -> None:
-        """Return when calls may begin."""
-        while not self._is_over.is_set():  # the next pause may begin before a waiter runs
+        while not self._is_over.is_set():  # the next pause may start before a waiter runs
             await self._is_over.wait()
 
     @asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
-        """Wait for the end of what is in flight; nothing begins inside the block."""
+        """Wait until no job is in flight; no call starts inside the block."""
         async with self._turn:
             self._is_over.clear()
             try:
@@ -103,31 +97,32 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Params = ParamSpec("Params")
 _PREFILL_TOKENS = (1024, 16_384)
-"""Of one pass, on a CPU and on a GPU, which a short pass leaves idle."""
+"""Default `prefill_tokens` on a CPU and on a GPU, which short passes would leave idle."""
 _INT4_DTYPES = ("auto", "float32")
 
 
 class EngineConfig(Config):
-    """The embedded engine."""
+    """The embedded engine: one model in this process."""
 
     type: Literal["embedded"] = "embedded"
     model: str = "smollm2"
     """A Hugging Face id, a local folder, or `smollm2`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when torch sees one."""
+    """Device of the model. `auto` takes a GPU if torch sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is float32 on the CPU and the model's own type on a GPU."""
+    """Type of weights and activations. `auto`: float32 on a CPU, the model's own type on a GPU."""
     weights: Literal["auto", "int4"] = "auto"
-    """`auto` has them in `dtype`. `int4` rounds those of linear layers to 4 bit, in groups of 32:
-    on a CPU under Linux, in float32 besides, not for training."""
+    """`auto` keeps the weights in `dtype`. `int4` rounds the weights of linear layers to 4 bits, in
+    groups of 32. It needs a CPU under Linux, leaves everything else in float32, and cannot train.
+    """
     max_rows: int = Field(default=64, ge=1)
-    """How many sequences are decoded together."""
+    """Largest number of sequences decoded together."""
     max_rank: int = Field(default=64, ge=1)
-    """The highest rank an adapter may have."""
+    """Highest rank of an adapter."""
     prefill_tokens: int | None = Field(default=None, ge=1)
-    """How many prompt tokens one pass computes at most: by default 1,024, on a GPU 16,384."""
+    """Limit on prompt tokens per pass. Default: 1,024 on a CPU, 16,384 on a GPU."""
     cache_gib: float = Field(default=1.0, gt=0, le=2**20)
-    """Memory for the prefixes kept for reuse."""
+    """Memory, in GiB, for cached prompt prefixes."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
@@ -136,12 +131,12 @@ class EngineConfig(Config):
 
     @property
     def rounding(self) -> str | None:
-        """What its weights are rounded to; None: they have the type that it computes in."""
+        """Name of the weights' rounding; None if the weights have the type of the computation."""
         return None if self.weights == "auto" else self.weights
 
 
 def check_int4(weights: str, *, device: str, dtype: str) -> None:
-    """ValueError for keys of a config that do not go together."""
+    """Raise ValueError if `weights` contradicts the device or the dtype."""
     if weights == "int4" and (device == "cuda" or dtype not in _INT4_DTYPES):
         raise ValueError(
             f"weights is int4, which computes in float32 on the CPU, with device {device} and "
@@ -151,7 +146,7 @@ def check_int4(weights: str, *, device: str, dtype: str) -> None:
 
 @dataclass(slots=True)
 class _Served:
-    """A loaded adapter: its slot, the lowest layer it adapts, how often it was loaded."""
+    """A loaded adapter: its slot, the lowest layer it adapts, and how often it was loaded."""
 
     slot: int
     first_layer: int
@@ -159,7 +154,7 @@ class _Served:
 
 
 class EmbeddedEngine:
-    """A Sampler and an Adapters over one model; use it inside `async with`."""
+    """An Engine over one model. `open_engine` creates it and keeps it running."""
 
     batcher_type: ClassVar[type[Batcher]] = Batcher
 
@@ -202,7 +197,7 @@ class EmbeddedEngine:
         self._pause = Pause(self._calls)
         self._loop = asyncio.get_running_loop()
         self._ended = ""
-        """Why nothing is served any more; empty while the engine runs."""
+        """Why the engine has ended; "" while it runs."""
 
     @property
     def stats(self) -> EngineStats:
@@ -218,28 +213,27 @@ class EmbeddedEngine:
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """The layers an adapter may adapt: name -> (in, out)."""
+        """Layers that an adapter may adapt: name -> (in, out)."""
         return {n: (x.in_features, x.out_features) for n, x in self._model.linears.items()}
 
     @property
     def max_rank(self) -> int:
-        """The highest rank an adapter may have."""
         return self.config.max_rank
 
     @property
     def context_tokens(self) -> int:
-        """The longest prompt with its answer."""
+        """Limit on the tokens of a prompt and its answer together."""
         return self._model.shape.context_tokens
 
     @property
     def is_remote(self) -> bool:
-        """On a GPU the CPU is free meanwhile."""
+        """True on a GPU: the CPU is free while the engine computes."""
         kind: str = self._model.device.type
         return kind != "cpu"
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a request has the same bits in any batch, and not only to rounding."""
+        """Whether a request's results are bitwise equal in any batch."""
         return not self.is_remote and not self._model.has_experts
 
     @property
@@ -254,7 +248,7 @@ class EmbeddedEngine:
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
-        """The adapters that requests can name, oldest first."""
+        """Adapters that requests can name, oldest first."""
         return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
@@ -297,15 +291,15 @@ class EmbeddedEngine:
             await self._retire()
 
     async def replace_base(self, weights: ModelWeights) -> ModelRef:
-        """Serve these weights in place of the base model, under their own version.
+        """Replace the base model's weights; requests name them by the new version.
 
-        As `changing_base`: waits for what is in flight, and adapters must be unloaded before.
+        Like `changing_base`, it waits for jobs in flight and needs all adapters unloaded.
         """
         self._require_running()
         self._model.check_weights(weights.tensors)
         async with self.changing_base() as rename:
-            # Before it is computed, which a cancelled caller does not stop: what comes next is
-            # computed after it and must not name these weights by the old version.
+            # Rename first: cancelling the caller does not stop the copy, and later requests must
+            # not name the new weights by the old version.
             rename(ModelRef(name=weights.name, version=weights.version))
             try:
                 await self._compute(self._model.set_weights, weights.tensors)
@@ -318,12 +312,12 @@ class EmbeddedEngine:
 
     @asynccontextmanager
     async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
-        """Nothing is computed inside the block: the base model's weights may change there, in place
-        where a trainer shares them. It is given what names the base model anew.
+        """Pause computation inside the block, so that the base model's weights may change in place,
+        for example those that a trainer shares. Yields a function that sets the new `base` ref.
 
-        Waits for what is in flight. Calls that come meanwhile wait too; those that name the version
-        before are then refused. Adapters belong to the weights they were made for: EngineError
-        while any is loaded.
+        Waits for jobs in flight. New calls wait for the end of the block; those that name the old
+        version are then refused. EngineError while an adapter is loaded, since adapters belong to
+        the old weights.
         """
         self._require_running()
         self._require_no_adapters()
@@ -346,15 +340,15 @@ class EmbeddedEngine:
             )
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every prefix nothing in flight needs: what is asked next is computed anew."""
+        """Forget every prefix that no job in flight uses."""
         async with self._between_steps:
             self._require_running()
             await self._compute(self._batcher.clear)
 
     async def _retire(self) -> None:
-        """Free the slots of adapters that are unloaded and have nothing in flight.
+        """Free the slots of unloaded adapters without jobs in flight. Called only between steps.
 
-        Called between steps only. The cut stays: lowering it would forget every prefix.
+        The cut stays, since moving it would forget every prefix.
         """
         for ref, served in list(self._served.items()):
             if served.num_loads <= 0 and not self._calls.uses(ref):
@@ -362,7 +356,7 @@ class EmbeddedEngine:
                 await self._compute(self._free, served.slot)
 
     def _put(self, slot: int, adapter: Adapter, cut: int) -> None:
-        """Fill a free slot, and let the trunk end below the first adapted layer of any adapter."""
+        """Fill a free slot, and end the trunk below the first adapted layer of all adapters."""
         self._model.bank.check(adapter, max_rank=self.config.max_rank)
         self._model.bank.put(slot, adapter)
         current = self._batcher.prefill.cut
@@ -398,7 +392,7 @@ class EmbeddedEngine:
             raise EngineError("Call the engine from the event loop that opened it, not another.")
 
     def close(self) -> None:
-        """Tell everyone who waits, and refuse what comes later. `open_engine` calls this."""
+        """Fail all waiting calls and refuse later ones. `open_engine` calls this."""
         self._end(_CLOSED)
 
     def _end(self, message: str) -> None:
@@ -407,7 +401,7 @@ class EmbeddedEngine:
             self._calls.end(EngineDownError(message))
 
     async def drive(self) -> None:
-        """Run steps while there is work, until the engine ends; `open_engine` keeps this going."""
+        """Run steps while there is work, until the engine ends. `open_engine` runs it as a task."""
         try:
             while not self._ended:
                 await self._calls.changed.wait()
@@ -421,7 +415,7 @@ class EmbeddedEngine:
             self._end(_CLOSED)
 
     async def _step(self) -> None:
-        """One step of the batcher, and its answers to those who wait for them."""
+        """Run one batcher step and answer the finished calls. If memory is short, retry once."""
         added, dropped = self._calls.take()
         if not (added or dropped) and self._batcher.is_idle:
             self._calls.changed.clear()
@@ -430,7 +424,7 @@ class EmbeddedEngine:
             try:
                 answered = await self._compute(self._batcher.step, added, dropped)
             finally:
-                self._tell_deltas()
+                self._send_deltas()
         except EngineError as error:
             self._require_running()
             self._calls.leave(dropped)
@@ -442,7 +436,7 @@ class EmbeddedEngine:
             return
         self._calls.leave([*answered, *dropped])
 
-    def _tell_deltas(self) -> None:
+    def _send_deltas(self) -> None:
         for job, delta in self._batcher.take_deltas():
             if job.request.on_delta is None:
                 continue
@@ -455,17 +449,17 @@ class EmbeddedEngine:
     async def _compute(
         self, function: Callable[Params, Answer], *args: Params.args, **kwargs: Params.kwargs
     ) -> Answer:
-        """Run what touches tensors in the engine's thread.
+        """Run a function in the engine's thread, to its end even if the caller is cancelled.
 
-        It runs to its end there although the caller is cancelled. Short memory is an error of this
-        call; after any other unexpected error nothing computed is to be trusted: the engine ends.
+        Short memory fails only this call. Any other unexpected error ends the engine, because its
+        state can no longer be trusted.
         """
         running = self._loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
         try:
             return await asyncio.shield(running)
         except RookeryError:
             raise
-        except Exception as error:  # whatever it is, all who wait are told and the engine ends
+        except Exception as error:  # any unexpected error fails all waiting calls
             detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if is_short_memory(error):
                 raise EngineError(

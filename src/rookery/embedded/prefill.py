@@ -1,12 +1,12 @@
-"""Computes prompts: every distinct prefix once, and the layers below the adapters once for all.
+"""Computes prompts: each distinct prefix once, and the layers below the adapters once for all.
 
-The layers are cut at the first adapted one. Below the cut the adapters do not matter, so all
-models share one tree, the trunk; above it each model has its own, a branch.
+The layers are cut at the first adapted one. Adapters have no effect below the cut, so all models
+share one prefix tree there, the trunk. Above the cut each model has its own tree, a branch.
 
     tokens -> trunk nodes: layers [0, cut) -> hidden -> branch nodes: layers [cut, L) -> hidden
 
 A pass takes the uncomputed nodes of many sequences, lays their tokens end to end, and runs them
-together; a node sees its ancestors' keys and values, whether computed earlier or in this pass.
+together. A node sees its ancestors' keys and values, computed earlier or in the same pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,37 +30,35 @@ from rookery.slots.attention import (
 __all__ = ["CachedPrompt", "Prefill"]
 
 
-# Attention of a prefill pass: each new token sees its own path through the prefix tree.
+# In a prefill pass each new token attends to its own path through the prefix tree.
 #
 # Queries are cut into blocks aligned to absolute positions, so that a token's bits do not depend on
-# where its node was cut. Short nodes are attended many at a time, each block with the keys of its
-# path gathered by place; a long node is attended by itself, its blocks sharing one copy of the
-# keys.
-# Where a kernel takes sequences of unequal lengths, all nodes are attended in one call.
+# where its node was cut. Many short nodes share a call, each block with its path's keys gathered. A
+# long node has its own call, whose blocks share one copy of the keys. If the device has a kernel
+# for sequences of unequal lengths, one call takes all nodes.
 
 
 QUERY_BLOCK = 8
-"""Queries per block: 8 wastes little on short nodes and fills the kernel."""
+"""Queries per block: 8 waste little on short nodes and still fill the kernel."""
 
 LONG_BLOCKS = 4
-"""A node of more blocks than this is attended by itself: gathering its path for each block would
-cost more than the calls it saves."""
+"""A node with more blocks has its own call, since gathering its path per block would cost more."""
 
 GROUP_KEYS = 16_384
-"""Gathered keys of one group: at 200 numbers each for K and V, 25 MB."""
+"""Limit on gathered keys per group: 25 MB at 200 numbers each for K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Up to 8 neighbouring queries: their packed rows, and how many keys they may see."""
+    """Up to 8 neighbouring queries of a node."""
 
     node: Node
     first: int
     """Absolute position of the block's first query, a multiple of 8."""
     rows: range
-    """Packed rows of the queries that are there."""
+    """Packed rows of the block's queries."""
     offset: int
-    """Where in the block they begin."""
+    """Index in the block of the first of these queries."""
 
     @property
     def num_keys(self) -> int:
@@ -68,7 +66,7 @@ class _Block:
 
 
 class _Group:
-    """Blocks that are attended in one call, padded to the keys of the longest."""
+    """Blocks that share one attention call, padded to the longest block's keys."""
 
     def __init__(self, blocks: Sequence[_Block], *, pool: TokenPool, is_shared: bool) -> None:
         device = pool.hidden.device
@@ -89,7 +87,7 @@ class _Group:
         keys = torch.zeros(len(sources), num_keys, dtype=torch.long)
         for index, block in enumerate(sources):
             path = block.node.path_places()[:num_keys]
-            keys[index] = path[-1]  # padding is masked, but must not bring in foreign NaN
+            keys[index] = path[-1]  # padding is masked, but must not read another sequence's NaN
             keys[index, : len(path)] = path
         self._num_blocks = len(blocks)
         self._gather = gather.to(device)
@@ -100,7 +98,7 @@ class _Group:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, heads: Heads) -> None:
-        """q [rows, H, D] against kv [2, KV, places, D]; writes the group's rows of `out`."""
+        """Attend with q [rows, H, D] to kv [2, KV, places, D]; write the group's rows of `out`."""
         _, num_heads, size = q.shape
         queries = q.index_select(0, self._gather)
         queries = queries.view(self._num_blocks, QUERY_BLOCK, num_heads, size).transpose(1, 2)
@@ -116,7 +114,7 @@ class _Group:
         out.index_copy_(0, self._rows, mixed.index_select(0, self._places))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Causal. What padded queries attend to does not matter: their output is not read."""
+        """Return the causal mask. It ignores padded queries, whose output is not read."""
         mask = self._masks.get(window)
         if mask is None:
             mask = causal_mask(self._positions, self._keys.shape[1], window=window, dtype=dtype)
@@ -125,7 +123,7 @@ class _Group:
 
 
 class _Paths:
-    """All nodes with their paths, one after another."""
+    """All nodes and their paths laid end to end, for one call of the varlen kernel."""
 
     def __init__(self, nodes: Sequence[Node], *, pool: TokenPool) -> None:
         device = pool.hidden.device
@@ -138,13 +136,13 @@ class _Paths:
         self._ends = (queries, keys)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        """q [rows, H, D] against kv [2, KV, places, D]."""
+        """Attend with q [rows, H, D] to kv [2, KV, places, D]."""
         gathered = kv.index_select(2, self._keys).permute(2, 0, 1, 3)
         return attend_varlen(q, gathered, self._ends, self._longest, heads)
 
 
 class TreeAttend:
-    """Stores each new token's key and value, then lets every node see its path."""
+    """Stores the keys and values of new tokens, then lets every node attend to its path."""
 
     def __init__(self, nodes: Sequence[Node], *, pool: TokenPool, first_layer: int) -> None:
         self._nodes = nodes
@@ -175,7 +173,6 @@ class TreeAttend:
 
 
 def _blocks(nodes: Sequence[Node]) -> list[list[_Block]]:
-    """The blocks of each node."""
     blocks_by_node = []
     row = 0
     for node in nodes:
@@ -191,7 +188,7 @@ def _blocks(nodes: Sequence[Node]) -> list[list[_Block]]:
 
 
 def _group(blocks_by_node: Sequence[Sequence[_Block]]) -> Iterator[tuple[Sequence[_Block], bool]]:
-    """Groups of blocks, and whether they share one copy of their keys."""
+    """Yield groups of blocks, and whether a group shares one copy of its keys."""
     short: list[_Block] = []
     for blocks in blocks_by_node:
         if len(blocks) > LONG_BLOCKS:
@@ -210,23 +207,23 @@ def _group(blocks_by_node: Sequence[Sequence[_Block]]) -> Iterator[tuple[Sequenc
 
 
 SLOT_BLOCK = 16
-"""Prompt rows per adapter block: long enough to be a matrix product, short enough to pad."""
+"""Prompt rows per adapter block: enough for a matrix product, and little padding."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A token sequence on its way through the cache, for one slot (None: the base model)."""
+    """A token sequence during its computation, for one slot (None: the base model)."""
 
     tokens: tuple[int, ...]
     slot: int | None
     num_planned: int = 0
-    """Tokens that are in the tree, computed or in the pass being planned."""
+    """Tokens that are in the tree: computed, or part of the pass being planned."""
     leaf: Node | None = None
-    """The deepest branch node so far, pinned."""
+    """Deepest branch node so far, pinned."""
     trunk: Node | None = None
-    """The trunk node of the same tokens, pinned; None when there is no trunk."""
+    """Trunk node of the same tokens, pinned; None if there is no trunk."""
     pools: tuple[TokenPool, TokenPool] | None = None
-    """Where trunk and leaf are kept: those of the cut under which they were computed."""
+    """Pools of `trunk` and `leaf`, from the cut under which they were computed."""
 
     @property
     def is_planned(self) -> bool:
@@ -235,22 +232,22 @@ class CachedPrompt:
 
 @dataclass(slots=True)
 class PrefillStats:
-    """Counts since the engine started."""
+    """Token counts since the engine started."""
 
     requested_tokens: int = 0
-    """Prompt tokens as the requests gave them."""
+    """Prompt tokens in all requests."""
     trunk_tokens: int = 0
-    """Tokens run through the layers below the cut."""
+    """Tokens computed through the layers below the cut."""
     branch_tokens: int = 0
-    """Tokens run through the layers above the cut: the prompt tokens really computed."""
+    """Tokens computed through the layers above the cut."""
 
 
 _Planned = list[tuple[Node, int | None, tuple[int, ...]]]
-"""Branch node, its slot, and the whole prefix up to its end."""
+"""(branch node, its slot, all tokens up to the node's end) for each prompt of a pass."""
 
 
 class Prefill:
-    """The trees of one model and the passes that fill them."""
+    """The prefix trees of one model, and the passes that fill them."""
 
     def __init__(self, model: SlottedModel, *, cache_tokens: int) -> None:
         self._model = model
@@ -260,7 +257,7 @@ class Prefill:
         self.set_cut(0)
 
     def set_cut(self, cut: int) -> None:
-        """Forget everything and put the border between trunk and branches at layer `cut`."""
+        """Forget everything, and place the border between trunk and branches at layer `cut`."""
         trunk, branch = self._make_pool(cut), self._make_pool(self._model.shape.num_layers - cut)
         self.cut = cut
         self._trunk_pool, self._branch_pool = trunk, branch
@@ -269,16 +266,15 @@ class Prefill:
 
     @property
     def num_cached(self) -> int:
-        """Tokens held now, those of the trunk and of each branch."""
         return self._trunk_pool.num_taken + self._branch_pool.num_taken
 
     def clear(self) -> None:
-        """Forget every prefix that no work in progress needs."""
+        """Forget every prefix that no prompt uses."""
         for tree in (self._trunk, *self._branches.values()):
             tree.clear()
 
     def forget(self, slot: int) -> None:
-        """Drop a slot's branch: its weights are about to change. No prompt may be in it."""
+        """Drop a slot's branch before its weights change. No prompt may use it."""
         branch = self._branches.pop(slot, None)
         if branch is not None:
             branch.clear()
@@ -294,7 +290,7 @@ class Prefill:
         )
 
     def advance(self, prompts: Sequence[CachedPrompt], *, budget: int) -> None:
-        """Plan the prompts in order until `budget` new tokens, and compute what was planned."""
+        """Plan prompts in order, up to `budget` new tokens, and compute the planned nodes."""
         self._evict(headroom=budget)
         planned: _Planned = []
         for prompt in prompts:
@@ -332,19 +328,19 @@ class Prefill:
             trunk.pins += 1
 
     def release(self, prompt: CachedPrompt) -> None:
-        """The prompt needs its nodes no longer; they stay until memory is short."""
+        """Unpin a prompt's nodes; they stay cached until memory is short."""
         for node in (prompt.leaf, prompt.trunk):
             if node is not None:
                 node.pins -= 1
         prompt.leaf = prompt.trunk = prompt.pools = None
 
     def hidden(self, prompt: CachedPrompt, start: int) -> torch.Tensor:
-        """What the last layer made of the tokens from `start` to the end: [tokens, hidden]."""
+        """Return the last layer's output for the tokens from `start` on: [tokens, hidden]."""
         assert prompt.leaf is not None and prompt.pools is not None
         return prompt.pools[1].hidden[prompt.leaf.path_places()[start:]]
 
     def keys_and_values(self, prompt: CachedPrompt) -> torch.Tensor:
-        """[layers, 2, KV heads, tokens, head size] of the whole prompt, all layers, copied."""
+        """Copy the whole prompt's cache of all layers: [layers, 2, KV heads, tokens, head size]."""
         assert prompt.leaf is not None and prompt.pools is not None
         trunk, branch = prompt.pools
         upper = branch.kv[:, :, :, prompt.leaf.path_places()]
@@ -374,7 +370,7 @@ class Prefill:
                     fresh.setdefault(id(node), (node, slot, tokens))
         if not fresh:
             return
-        # Nodes of one slot lie together, so that its rows fill whole blocks.
+        # Nodes of one slot are adjacent, so that its rows fill whole blocks.
         work = sorted(fresh.values(), key=lambda item: -1 if item[1] is None else item[1])
         nodes = [node for node, _, _ in work]
         hidden = self._below([(node, tokens) for node, _, tokens in work])
@@ -383,7 +379,7 @@ class Prefill:
         self.stats.branch_tokens += hidden.shape[0]
 
     def _below(self, work: Sequence[tuple[Node, tuple[int, ...]]]) -> torch.Tensor:
-        """The hidden states that enter the branch: embeddings, or what the trunk computed."""
+        """Return the hidden states that enter the branch: embeddings, or the trunk's output."""
         device = self._like.device
         if not self.cut:
             tokens = [token for node, _ in work for token in node.tokens]

@@ -1,11 +1,11 @@
-"""The prefix tree: token sequences that share a beginning share the nodes that hold its KV cache.
+"""A prefix tree over the KV cache: sequences with a common prefix share the nodes that hold it.
 
     tree = PrefixTree(pool)
     node, matched = tree.match(tokens)          # the longest known prefix
-    node = tree.extend(node, tokens[matched:])  # what is left to compute
+    node = tree.extend(node, tokens[matched:])  # the remaining tokens, to be computed
 
-A node holds the places of its own tokens in a pool; a sequence is the path from the root.
-Matching part of a node splits it in two, without copying.
+A node holds the places of its own tokens in a pool; a sequence is a path from the root. Matching
+part of a node splits the node in two, without copying.
 """
 
 import math
@@ -29,14 +29,9 @@ __all__ = [
     "zero_pages",
 ]
 
-# Memory for cached tokens: keys, values and hidden states, addressed by places.
-#
-# A place holds one token of one sequence; whoever needs a token takes a place and gives it back.
-# Places need not lie together: attention gathers them by index.
-
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of the device, taken or free: what needs more can never be held."""
+    """Return the device's total memory, in use or free."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
@@ -44,10 +39,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
-    """Zeros of the type and device of `like`; on the CPU, untouched pages cost no memory.
+    """Make zeros with the type and device of `like`; on the CPU, untouched pages take no memory.
 
-    torch fills its zeros, which takes a second per gigabyte; numpy asks the kernel for them, in
-    huge pages of 2 MB.
+    torch writes its zeros, which takes 1 s per GB; numpy gets zeroed 2 MB pages from the kernel.
     """
     if like.device.type != "cpu" or 0 in shape:
         return like.new_zeros(*shape)
@@ -56,8 +50,8 @@ def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
 
 
 def small_zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
-    """The same in pages of 4 KB, for what is written here and there: the places of a token lie in
-    as many parts as there are layers and heads, and each part would take a huge page."""
+    """Like `zero_pages` in pages of 4 KB, for scattered writes: a token has a part per layer and
+    head, and each part would take a huge page."""
     if like.device.type != "cpu" or sys.platform != "linux" or 0 in shape:
         return zero_pages(shape, like=like)
     num_bytes = math.prod(shape) * like.dtype.itemsize
@@ -70,7 +64,11 @@ def small_zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tenso
 
 
 class TokenPool:
-    """Places 0 .. capacity-1 for one range of layers. Grows when all are taken."""
+    """Memory for the keys, values and hidden states of tokens, for one range of layers.
+
+    A place 0 .. capacity-1 holds one token of one sequence. Places of a sequence need not be
+    adjacent: attention gathers them by index. The pool grows when all places are taken.
+    """
 
     def __init__(
         self, *, kv_shape: tuple[int, int, int], hidden_size: int, like: torch.Tensor, capacity: int
@@ -80,7 +78,7 @@ class TokenPool:
         self.kv = small_zero_pages((layers, 2, heads, capacity, size), like=like)
         """[layers, 2, KV heads, places, head size]"""
         self.hidden = small_zero_pages((capacity, hidden_size), like=like)
-        """[places, hidden]: what comes out of the last layer of the range."""
+        """[places, hidden]: output of the range's last layer."""
         self._free = torch.arange(capacity)
         self._num_free = capacity
 
@@ -89,7 +87,7 @@ class TokenPool:
         return len(self._free) - self._num_free
 
     def take(self, count: int) -> torch.Tensor:
-        """`count` free places, [count] on the CPU."""
+        """Take `count` free places: indices [count] on the CPU."""
         if count > self._num_free:
             self._grow(count - self._num_free)
         self._num_free -= count
@@ -100,7 +98,7 @@ class TokenPool:
         self._num_free += len(places)
 
     def _grow(self, missing: int) -> None:
-        """More places. Where memory is too short for them all, nothing has changed."""
+        """Add places. If memory is short, the pool is unchanged."""
         have = len(self._free)
         extra = max(missing, have // 2)
         room = self.kv.new_zeros(*self.kv.shape[:3], extra, self.kv.shape[4])
@@ -118,7 +116,7 @@ NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def is_short_memory(error: Exception) -> bool:
-    """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
+    """Return whether memory was short. torch's CPU error is known only by its text."""
     return isinstance(error, NO_MEMORY) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -128,7 +126,7 @@ _clock = count()
 
 
 class Node:
-    """Consecutive tokens of a sequence and where they are kept."""
+    """Consecutive tokens of a sequence, and their places in the pool."""
 
     __slots__ = ("children", "is_computed", "last_used", "parent", "pins", "places", "start",
                  "tokens")  # fmt: skip
@@ -143,7 +141,7 @@ class Node:
         self.places = places
         self.is_computed = False
         self.pins = 0
-        """Work in progress that needs this node: it and its ancestors stay."""
+        """Number of prompts in progress that use this node, which keep it and its ancestors."""
         self.last_used = next(_clock)
 
     @property
@@ -151,7 +149,7 @@ class Node:
         return self.start + len(self.tokens)
 
     def path(self) -> list["Node"]:
-        """The nodes from the root's child down to this one."""
+        """Return the nodes from the root's child down to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -160,13 +158,13 @@ class Node:
         return nodes[::-1]
 
     def path_places(self) -> torch.Tensor:
-        """The places of the whole sequence that ends here."""
+        """Return the places of the whole sequence that ends at this node."""
         nodes = self.path()
         return nodes[0].places if len(nodes) == 1 else torch.cat([n.places for n in nodes])
 
 
 class PrefixTree:
-    """All sequences known to one set of weights over one range of layers."""
+    """All sequences computed with one set of weights over one range of layers."""
 
     def __init__(self, pool: TokenPool) -> None:
         self._pool = pool
@@ -174,7 +172,7 @@ class PrefixTree:
         self.root.is_computed = True
 
     def match(self, tokens: Sequence[int]) -> tuple[Node, int]:
-        """The node where the longest known prefix ends, and that prefix's length."""
+        """Return the node at which the longest known prefix ends, and that prefix's length."""
         node, matched = self.root, 0
         while matched < len(tokens):
             child = node.children.get(tokens[matched])
@@ -188,14 +186,14 @@ class PrefixTree:
         return node, matched
 
     def extend(self, node: Node, tokens: Sequence[int]) -> Node:
-        """A new child of `node`, not yet computed, that holds `tokens`."""
+        """Add a child of `node` that holds `tokens`, not yet computed."""
         assert tokens and tokens[0] not in node.children
         child = Node(tuple(tokens), parent=node, places=self._pool.take(len(tokens)))
         node.children[child.tokens[0]] = child
         return child
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
+        """Yield every node but the root, parents first."""
         queue = list(self.root.children.values())
         while queue:
             node = queue.pop()
@@ -203,13 +201,13 @@ class PrefixTree:
             yield node
 
     def remove(self, node: Node) -> None:
-        """Forget a leaf and give its places back."""
+        """Remove an unpinned leaf and return its places to the pool."""
         assert node.parent is not None and not node.children and not node.pins
         del node.parent.children[node.tokens[0]]
         self._pool.give_back(node.places)
 
     def clear(self) -> None:
-        """Forget everything that no work in progress needs; pinned paths stay usable."""
+        """Remove every node that no prompt in progress uses."""
         leaves = [node for node in self.nodes() if _is_free(node)]
         while leaves:
             node = leaves.pop()
@@ -219,7 +217,7 @@ class PrefixTree:
                 leaves.append(parent)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; returns the upper half. Pins stay with the lower one."""
+        """Split a node and return the upper part. Pins stay with the lower part."""
         assert node.parent is not None
         upper = Node(node.tokens[:at], parent=node.parent, places=node.places[:at])
         upper.is_computed = node.is_computed
@@ -235,7 +233,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _common(prefix: Sequence[int], tokens: Sequence[int], offset: int) -> int:
-    """How many tokens of `prefix` equal those of `tokens` from `offset` on."""
+    """Return the length of the common prefix of `prefix` and `tokens[offset:]`."""
     limit = min(len(prefix), len(tokens) - offset)
     for i in range(limit):
         if prefix[i] != tokens[offset + i]:

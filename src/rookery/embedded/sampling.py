@@ -1,7 +1,7 @@
-"""Draws tokens: each request with its own parameters and its own stream of random numbers.
+"""Samples tokens, each request with its own parameters and random stream, and finds stop strings.
 
-A draw is one uniform number, a function of (seed, sample index, position), put through the
-inverse of the cumulative distribution. Nothing depends on which rows are drawn together.
+A token is the inverse cumulative distribution at one uniform number, a function of (seed, sample
+index, position). It does not depend on the other rows of the batch.
 """
 
 import hashlib
@@ -23,13 +23,12 @@ __all__ = [
     "uniform",
 ]
 
-# Penalties on tokens that were there before, applied to logits as vLLM applies them.
-
 
 def penalise(
     logits: torch.Tensor, penalties: Penalties, *, prompt: Sequence[int], drawn: Sequence[int]
 ) -> None:
-    """Change one row of logits [vocabulary] in place, before the temperature."""
+    """Penalise earlier tokens in place in one row of logits [vocabulary], as vLLM does: before the
+    temperature."""
     if penalties.repetition != 1.0:
         seen = torch.tensor(sorted({*prompt, *drawn}), device=logits.device)
         raw = logits[seen]
@@ -40,39 +39,38 @@ def penalise(
         logits[tokens] -= penalties.frequency * counts + penalties.presence
 
 
-# A text that grows token by token: stop strings are looked for at its end alone, and what it
-# gained is told as it becomes certain.
+# Stop strings and streamed text of a sequence that grows token by token:
 #
 #     search = StopSearch(("\n\n",), detokenize=detokenize)
 #     search.find(tokens)        # None, or the text before the first stop string
 #     deltas = TextDeltas(("\n\n",), detokenize=detokenize)
-#     deltas.add(tokens)         # the text that is certain since the last call
+#     deltas.add(tokens)         # the text that became final since the last call
 #
-# Decoding all tokens at every step costs the square of their number. What a token adds can complete
-# a stop string only at the end of the text, so the last tokens are decoded, and all of them only to
-# confirm a find. A text that is decoded from its middle on may begin with a broken character, or
-# without a space: `MARGIN` covers that.
+# Decoding all tokens at every step would cost quadratic time. A new token can complete a stop
+# string only at the end of the text, so only the last tokens are decoded, and all of them only to
+# confirm a match. Text decoded from the middle of a sequence may start with a broken character or
+# lack a space; `MARGIN` covers that.
 
 
 MARGIN = 16
-"""Characters before the longest stop string: a character has four bytes, a token each at most."""
+"""Extra characters before the longest stop string. A character takes at most four tokens."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_HELD = 32
-"""Tokens that are waited for to make a whole character: more are no character."""
+_MAX_HELD_TOKENS = 32
+"""Tokens to wait for a complete character; after more there will be none."""
 
 
 class StopSearch:
-    """The search of one sequence; `find` is called with every new token."""
+    """Stop-string search in one sequence; call `find` after every new token."""
 
     def __init__(self, stops: Sequence[str], *, detokenize: Callable[[Sequence[int]], str]) -> None:
         self._stops = tuple(stops)
         self._detokenize = detokenize
         self._least = MARGIN + max(map(len, self._stops), default=0)
         self._first = 0
-        """The token from which on the text is decoded."""
+        """Index of the first token that is decoded."""
 
     def find(self, tokens: Sequence[int]) -> str | None:
-        """The text before the first stop string; None: there is none yet."""
+        """Return the text before the first stop string; None if there is none yet."""
         if not self._stops:
             return None
         end = self._detokenize(tokens[self._first :])
@@ -88,63 +86,64 @@ class StopSearch:
 
 
 class TextDeltas:
-    """What one sequence may tell of its text; `add` is called with every new token.
+    """Streamed text of one sequence; call `add` after every new token.
 
-    Held back: an incomplete character, and the beginning of what may become a stop string.
+    An incomplete character and a possible start of a stop string are held back.
     """
 
     def __init__(self, stops: Sequence[str], *, detokenize: Callable[[Sequence[int]], str]) -> None:
         self.num_tokens = 0
-        """Tokens that were added: a sequence that begins anew adds them again."""
+        """Number of tokens added; a sequence that starts over repeats them."""
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=1) - 1
         self._detokenize = detokenize
         self._first = self._last = 0
-        """The tokens in between were decoded last: what follows is decoded after them."""
+        """Range of the tokens decoded last; later tokens are decoded together with them."""
         self._held = ""
-        self._num_told = 0
+        self._num_emitted = 0
 
     def add(self, tokens: Sequence[int], *, ended: str | None = None) -> str:
-        """The text that is certain since the last call; all of it when it `ended` as this."""
+        """Return the text that became final since the last call; `ended` is the whole text if the
+        sequence has ended."""
         self.num_tokens = len(tokens)
         if ended is not None:
-            return ended[self._num_told :]
+            return ended[self._num_emitted :]
         before = self._detokenize(tokens[self._first : self._last])
         after = self._detokenize(tokens[self._first :])
         is_whole = len(after) > len(before) and not after.endswith(_BROKEN)
-        if not is_whole and len(tokens) - self._last < _MOST_HELD:
+        if not is_whole and len(tokens) - self._last < _MAX_HELD_TOKENS:
             return ""
         self._first, self._last = self._last, len(tokens)
         text = self._held + after[len(before) :]
         num = len(text) - self._num_held(text)
         self._held = text[num:]
-        self._num_told += num
+        self._num_emitted += num
         return text[:num]
 
     def _num_held(self, text: str) -> int:
-        """How many of the last characters may begin a stop string."""
+        """Return how many of the last characters may be the start of a stop string."""
         sizes = range(min(len(text), self._longest), 0, -1)
         starts = (n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops))
         return next(starts, 0)
 
 
 _BLOCK = 128
-"""The vocabulary is searched in two levels: first the block, then the token in it."""
+"""Block size of the two-level search in the vocabulary: first the block, then the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """A token, its log-probability under the distribution drawn from, and the likeliest ones."""
+    """A token, its log-probability under the sampled distribution, and the likeliest tokens."""
 
     token: int
     logprob: float
     top: TopLogprobs
     kept: bytes = b""
-    """What it was drawn from, as uint32 in order, where that is asked; empty: every token."""
+    """Sorted uint32 ids of the tokens that truncation kept, if requested; empty: all tokens."""
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) that depends on its three counters alone."""
+    """Return a number in [0, 1) that depends only on the three arguments."""
     digest = hashlib.blake2b(f"{seed}:{sample}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
@@ -152,7 +151,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> list[TokenDraw]:
-    """One draw per row of logits [rows, vocabulary]."""
+    """Sample one token per row of logits [rows, vocabulary]."""
     temperatures = [p.temperature if p.temperature > 0 else 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
@@ -192,12 +191,12 @@ def _choose(
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log p of tokens [rows, k] under logits [rows, vocabulary], rounded as a trainer rounds it."""
+    """Return log p of tokens [rows, k] under logits [rows, vocabulary], rounded as in a trainer."""
     return torch.log_softmax(logits, dim=-1).gather(1, tokens)
 
 
 def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, num: int) -> TopLogprobs:
-    """The `num` likeliest tokens of one row, best first."""
+    """Return the `num` likeliest tokens of one row, best first."""
     if num == 0:
         return ()
     values, tokens = torch.topk(logits, min(num, logits.shape[-1]))
@@ -205,10 +204,10 @@ def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, num: int) -> To
 
 
 def _truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Set the logits of tokens that top-k, top-p or min-p exclude to minus infinity, in place; the
-    tokens that are left.
+    """Set the logits of tokens that min-p, top-k or top-p exclude to minus infinity, in place, and
+    return the remaining tokens.
 
-    Order as in vLLM: min-p, then top-k, then top-p over what is left.
+    The order is vLLM's: min-p, then top-k, then top-p over the rest.
     """
     if params.min_p > 0:
         floor = logits.max() + torch.log(torch.tensor(params.min_p, device=logits.device))
@@ -235,7 +234,7 @@ def _bytes(tokens: torch.Tensor) -> bytes:
 
 
 def _invert(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The first token of each row whose cumulative probability exceeds the row's point."""
+    """Return the first token of each row whose cumulative probability exceeds the row's point."""
     padding = -probs.shape[1] % _BLOCK
     padded = torch.nn.functional.pad(probs, (0, padding)) if padding else probs
     blocks = padded.view(len(probs), -1, _BLOCK)
@@ -247,6 +246,6 @@ def _invert(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     before = torch.where(block > 0, block_ends[rows, (block - 1).clamp(min=0)], 0.0)
     inside = torch.cumsum(blocks[rows, block].double(), dim=1)
     token = torch.searchsorted(inside, (goal - before)[:, None], right=True)[:, 0]
-    # Rounding may point just past the block's last token that has any probability.
+    # Rounding may point just past the block's last token with a nonzero probability.
     last = _BLOCK - 1 - (blocks[rows, block] > 0).int().flip(1).argmax(dim=1)
     return (block * _BLOCK + torch.minimum(token, last)).clamp(max=probs.shape[1] - 1)

@@ -1,11 +1,11 @@
-"""Runs untrusted programs under an evaluator of OpenEvolve, inside a jail.
+"""Runs untrusted programs under an OpenEvolve evaluator, inside a jail.
 
     async with open_sandbox(SandboxConfig(), EvaluatorConfig(file=path)) as sandbox:
         outcome = await sandbox.evaluate(text)
 
-jail      what is stopped, and how                      outcome       what an evaluation gave
-sandbox   one evaluator; which backend works here       box           files that go inside, cgroups
-server    the fork server, its output and processes     inside/       what runs in the jail
+jail      limits and jail backends                      outcome       result of one evaluation
+sandbox   one evaluator; choice of the backend          box           files copied inside, cgroups
+server    client of the fork server; its watchdog       inside/       code that runs in the jail
 """
 
 from rookery.sandbox.jail import BackendName, EvaluatorConfig, SandboxConfig

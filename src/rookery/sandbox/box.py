@@ -1,9 +1,9 @@
-"""The folder of one sandbox outside the jail: the code that runs inside, and the evaluator's copy.
+"""The host folder of one sandbox: the code that runs in the jail, and a copy of the evaluator.
 
-box/lock        held while the sandbox lives; a box whose lock is free is left over
-box/log         what the server and the jail's own program print
+box/lock        held while the sandbox is open; a box whose lock is free is stale
+box/log         output of the server and of the jail's launcher
 box/scratch/    temporary files, for backends without mounts
-box/inside/     what is shown inside, read-only: rookery_inside/, evaluator/
+box/inside/     visible in the jail, read-only: rookery_inside/, evaluator/
 """
 
 import itertools
@@ -23,24 +23,23 @@ from rookery.sandbox.inside.isolation import empty_folder
 
 __all__ = ["Cgroup", "SandboxPaths", "make_cgroup", "open_box"]
 
-# A control group of a sandbox: limits on memory and processes that the kernel holds.
-#
-# Made below or beside the group of this process, in both versions of control groups, where the user
-# may write there; elsewhere the watchdog of the server has to do.
+# A control group lets the kernel enforce a sandbox's memory and process limits. It is created below
+# or beside this process's own group (cgroup v1 or v2) if the user may write there. Otherwise only
+# the watchdog in `server.py` enforces the limits.
 
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUP_PREFIX = "rookery-"
 _STALE_S = 60.0
-"""An empty group of ours that is older than this is left over."""
+"""An empty Rookery group older than this is stale."""
 _NUMBERS = itertools.count()
 _NEEDED = {"memory", "pids"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The folders of one group: one in version 2, one per controller in version 1."""
+    """The folders of one group: the same folder twice in v2, one per controller in v1."""
 
     memory: Path
     pids: Path
@@ -50,7 +49,7 @@ class Cgroup:
         return tuple(dict.fromkeys((self.memory, self.pids)))
 
     def limit(self, *, memory_bytes: int, max_processes: int) -> None:
-        """Let the members take this much more than they have now."""
+        """Set the limits to the members' present usage plus these amounts."""
         is_v2 = self.memory == self.pids
         usage = "memory.current" if is_v2 else "memory.usage_in_bytes"
         most = "memory.max" if is_v2 else "memory.limit_in_bytes"
@@ -63,7 +62,7 @@ class Cgroup:
         (self.pids / "pids.max").write_text(str(current + max_processes))
 
     def num_oom_kills(self) -> int:
-        """How many members the kernel has killed for memory; 0 when the group is removed."""
+        """Return how many members the kernel killed for memory; 0 if the group is removed."""
         is_v2 = self.memory == self.pids
         path = self.memory / ("memory.events" if is_v2 else "memory.oom_control")
         try:
@@ -74,7 +73,7 @@ class Cgroup:
         return int(lines.get("oom_kill", 0))
 
     def remove(self) -> bool:
-        """Whether it is gone; False while it has members."""
+        """Remove the group and return whether it is gone; False while it has members."""
         for folder in self.folders:
             with suppress(OSError):
                 folder.rmdir()
@@ -82,7 +81,7 @@ class Cgroup:
 
 
 def make_cgroup(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Cgroup | None:
-    """A new group, or None where none can be made."""
+    """Create a group; None if this user may not create one."""
     name = f"{_CGROUP_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
     for memory, pids in _parents(root, membership):
         made = Cgroup(memory / name, pids / name)
@@ -101,7 +100,7 @@ def make_cgroup(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Cgroup
 
 
 def _parents(root: Path, membership: Path) -> Iterator[tuple[Path, Path]]:
-    """Folders for (memory, pids) in which a group may be made, nearest first."""
+    """Yield the (memory, pids) folders in which a group may be created, nearest first."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -131,15 +130,15 @@ def _sweep(parent: Path) -> None:
 
 _BOX_PREFIX = "rookery-sandbox-"
 _NEW_S = 60.0
-"""A box without a lock that is younger may be one that is being made."""
+"""A box without a lock that is younger than this may still be under construction."""
 MAX_FOLDER_BYTES = 2**30
-"""An evaluator's folder larger than this is most likely the wrong folder."""
+"""Limit on an evaluator's folder; a larger one is most likely the wrong folder."""
 _SKIPPED = ("__pycache__", "node_modules", "openevolve_output")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxPaths:
-    """Where things are. `evaluator` is relative to `inside`."""
+    """Paths of one box. `evaluator` is relative to `inside`."""
 
     folder: Path
     evaluator: Path
@@ -157,15 +156,15 @@ class SandboxPaths:
         return self.folder / "log"
 
     def clear_scratch(self) -> None:
-        """For the first candidate of a jail: a jail that was killed has not removed what its last
-        one wrote. Blocks on the disk."""
+        """Empty the scratch folder before a new jail starts: a killed jail leaves the files of its
+        last candidate behind. Blocks on the disk."""
         self.scratch.mkdir(mode=0o700, exist_ok=True)
         empty_folder(str(self.scratch))
 
 
 @contextmanager
 def open_box(evaluator: Path) -> Iterator[SandboxPaths]:
-    """Make the box and copy the evaluator's folder; remove it at the end. Blocks on the disk."""
+    """Create a box with a copy of the evaluator's folder; remove it on exit. Blocks on the disk."""
     if not evaluator.is_file():
         raise SandboxError(f"There is no evaluator file {evaluator}.")
     _box_sweep()
@@ -183,7 +182,7 @@ def open_box(evaluator: Path) -> Iterator[SandboxPaths]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Regular files, links followed, hidden ones left out; all can read them."""
+    """Copy regular files, world-readable. Links to files are followed, hidden names are skipped."""
     total = 0
     for folder, names, files in os.walk(source, followlinks=False):
         names[:] = [n for n in names if not n.startswith(".") and n not in _SKIPPED]
@@ -207,14 +206,14 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _box_sweep() -> None:
-    """Remove the boxes of programs of this user that were killed."""
+    """Remove stale boxes that killed processes of this user left behind."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_BOX_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
-            # Others may write to the folder of temporary files: what is theirs is left alone.
+            # The folder for temporary files is shared: never touch another user's entries.
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            # A box that could be removed in part only has no lock any more; a new one not yet.
+            # A partly removed box has lost its lock file; a new box does not have one yet.
             is_old = time.time() - status.st_mtime > _NEW_S
             flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if is_old else 0)
             with FileLock(folder / "lock", flags=flags) as lock:
@@ -223,7 +222,7 @@ def _box_sweep() -> None:
 
 
 def _remove(folder: Path) -> None:
-    """What cannot be removed is left for the next sweep."""
+    """Remove a box. Anything that cannot be removed is left for the next sweep."""
     with suppress(OSError):
         empty_folder(str(folder))
         folder.rmdir()

@@ -1,10 +1,10 @@
-"""What a sandbox stops and lets through, and the ways to jail its server, best first.
+"""Configs of a sandbox and its evaluator, and the backends that jail its server, best first.
 
-Everything is closed unless the config names it: network, devices, variables, folders. A backend
-turns the config into the command that starts the server, and says how places look from inside.
+Network, devices, variables and folders are closed unless the config names them. A backend turns
+the config into the command that starts the server, and maps host paths to paths inside.
 
-bubblewrap   namespaces: nothing but what is bound exists inside
-sandlock     Landlock and seccomp, from Linux 6.12: an allow-list over the files of the machine
+bubblewrap   namespaces: only bound paths exist inside
+sandlock     Landlock and seccomp, Linux 6.12 or later: an allow-list over the machine's files
 unsafe       a plain process with limits
 """
 
@@ -42,53 +42,54 @@ _GB = 2**30
 
 
 class SandboxConfig(Config):
-    """The limits hold for all processes of a candidate together."""
+    """Each limit applies to all processes of a candidate together."""
 
     backend: BackendName | None = None
-    """None takes the first of bubblewrap and sandlock that works here. `unsafe` stops next to
-    nothing, and is never taken unless named."""
+    """None takes the first of bubblewrap and sandlock that works on this machine. `unsafe` protects
+    almost nothing and must be named explicitly."""
     memory_bytes: int = Field(default=2 * _GB, ge=2**24)
-    """Beyond what the evaluator's imports have taken."""
+    """Memory limit, on top of the memory that the evaluator's imports take."""
     max_processes: int = Field(default=64, ge=1)
-    """Threads count."""
+    """Limit on processes and threads."""
     cpu_s: float | None = Field(default=None, gt=0)
-    """CPU time; None leaves it to the evaluator's timeout."""
+    """Limit on CPU time; None sets none, so that only the evaluator's timeout applies."""
     scratch_bytes: int = Field(default=_GB, ge=2**16)
-    """The size of the folder for temporary files, and of shared memory. They take memory."""
+    """Size limit of the temporary folder, and of shared memory. Both take memory."""
     output_bytes: int = Field(default=16 * 2**20, ge=1)
-    """What may be printed; more ends the candidate."""
+    """Limit on printed output; a candidate that prints more is ended."""
     result_bytes: int = Field(default=16 * 2**20, ge=2**10)
-    """Metrics and artifacts as JSON; more ends the candidate."""
+    """Limit on metrics and artifacts as JSON; a candidate with more is ended."""
     startup_s: float = Field(default=120.0, gt=0)
-    """How long the evaluator's imports may take."""
+    """Time limit for the evaluator's imports."""
     network: bool = False
-    """True opens the network of this machine, loopback included."""
+    """True opens this machine's network, loopback included."""
     devices: tuple[Path, ...] = ()
-    """Such as /dev/nvidia0."""
+    """Device files to open, such as /dev/nvidia0."""
     variables: tuple[str, ...] = ()
-    """Environment variables to hand in, by name. All others are hidden."""
+    """Names of environment variables to pass in. All others are hidden."""
     readable: tuple[Path, ...] = ()
-    """Files and folders to show, read-only, besides the system's, Python's and the evaluator's."""
+    """Further files and folders to show read-only. The system's, Python's and the evaluator's are
+    always shown."""
 
 
 class EvaluatorConfig(Config):
-    """An evaluator of OpenEvolve: a Python file with `evaluate(program_path)`."""
+    """An OpenEvolve evaluator: a Python file with `evaluate(program_path)`."""
 
     file: Path
-    """A copy of its folder is visible inside, read-only, without hidden files."""
+    """The evaluator's file. Programs see a read-only copy of its folder, without hidden files."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Wall time of each stage."""
+    """Wall-time limit of each stage."""
     cascade: bool = True
-    """Run `evaluate_stage1` to `evaluate_stage3` where the evaluator has them."""
+    """Run `evaluate_stage1` to `evaluate_stage3` if the evaluator has them."""
     thresholds: tuple[float, ...] = (0.5, 0.75, 0.9)
-    """What stage 1 and stage 2 must reach for the next stage to run."""
+    """Scores that stage 1 and stage 2 must reach for the next stage to run."""
     suffix: str = Field(default=".py", pattern=r"^(\.[A-Za-z0-9_+-]+)*$")
-    """How the program's file name ends."""
+    """File name suffix of the program."""
 
 
 Isolation = Literal["namespaces", "landlock", "jail", "none"]
-"""What separates a candidate from the server: see `inside/isolation.py`. `jail`: nothing does, so
-that a jail serves one candidate only; what `namespaces` becomes where they cannot be nested."""
+"""Isolation of a candidate from the server, see `inside/isolation.py`. `jail` is none: each jail
+serves one candidate. `namespaces` becomes `jail` where namespaces cannot be nested."""
 _START = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); "
     "from rookery_inside.server import main; sys.path.pop(0); main(json.loads(sys.argv[2]))"
@@ -98,24 +99,24 @@ _NEVER_CPU_S = 10**8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jail:
-    """`environment` is all the variables there are inside."""
+    """A command that starts a jailed server. `environment` is its complete environment."""
 
     command: Sequence[str]
     environment: dict[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Paths of this box as results and output show them: text enters prompts, which must not
+    """Replacements for host paths in results and output. This text enters prompts, which must not
     depend on the name of a temporary folder."""
 
 
 def box_aliases(box: SandboxPaths) -> dict[str, str]:
-    """For backends without mounts: the names that the same places have in bubblewrap."""
+    """Map the box's paths to their names under bubblewrap, for backends without mounts."""
     return {str(box.scratch): "/tmp", str(box.inside): "/rookery"}
 
 
 def server_command(
     config: SandboxConfig, box: SandboxPaths, *, inside: Path, scratch: Path, isolation: Isolation
 ) -> list[str]:
-    """Python, the code of the server and its settings. `inside` is where the jail shows it."""
+    """Return the server's command line. `inside` is the box's `inside/` as the jail sees it."""
     settings = {
         "evaluator": str(inside / box.evaluator),
         "scratch": str(scratch),
@@ -125,15 +126,15 @@ def server_command(
         "max_processes": config.max_processes,
         "cpu_s": int(config.cpu_s) + 1 if config.cpu_s is not None else _NEVER_CPU_S,
     }
-    # -B: nothing can be written where modules lie. -s -P: no module from elsewhere.
+    # -B: module folders are read-only. -s -P: import no module from elsewhere.
     return [sys.executable, "-B", "-s", "-P", "-c", _START, str(inside), json.dumps(settings)]
 
 
 def environment(config: SandboxConfig, scratch: Path) -> dict[str, str]:
-    """A fixed one and the variables that the config names.
+    """Return a fixed environment plus the variables that the config names.
 
-    One thread per candidate for numerical libraries: many candidates run at a time, and a sum must
-    not depend on the number of cores. A fixed hash seed: nor on the order of a set.
+    Numerical libraries get one thread: many candidates run at a time, and a sum must not depend on
+    the number of cores. The hash seed is fixed so that no result depends on set order.
     """
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     fixed = {
@@ -150,7 +151,7 @@ def environment(config: SandboxConfig, scratch: Path) -> dict[str, str]:
 
 
 def python_folders() -> list[Path]:
-    """Where this Python and its packages lie, also by their real names; not below /usr."""
+    """Return the folders of this Python and its packages, links resolved too, except below /usr."""
     names = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     names |= {os.path.realpath(name) for name in names}
     names.add(str(Path(os.path.realpath(sys.executable)).parents[1]))
@@ -167,7 +168,7 @@ def python_folders() -> list[Path]:
 
 
 def readable_paths(config: SandboxConfig) -> list[Path]:
-    """What the config shows besides; each must be there."""
+    """Return the config's `readable` paths; SandboxError if one of them or a device is missing."""
     for path in (*config.readable, *config.devices):
         if not path.exists():
             raise SandboxError(
@@ -177,21 +178,17 @@ def readable_paths(config: SandboxConfig) -> list[Path]:
     return [path.absolute() for path in config.readable]
 
 
-# No jail: a plain process with limits. A generated program can do what its user can do.
-
-
 def unsafe_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
-    """The server's command as it is. Only the environment is hidden."""
+    """Run the server as a plain process with limits. Programs have all rights of their user."""
     command = server_command(config, box, inside=box.inside, scratch=box.scratch, isolation="none")
     return Jail(
         command=command, environment=environment(config, box.scratch), aliases=box_aliases(box)
     )
 
 
-# bubblewrap: a jail of namespaces in which only what is bound exists. As a normal user it has a
-# user namespace, as root none: bubblewrap mounts with root's rights (Python may lie in root's
-# home), and the server continues as nobody before it imports anything (`inside/isolation.py`,
-# `drop_root`).
+# bubblewrap: a jail of namespaces in which only bound paths exist. A normal user gets a user
+# namespace. Root gets none, because Python may lie in root's home and bubblewrap then needs root's
+# rights to mount it; the server becomes nobody before it imports anything (`drop_root`).
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime")
@@ -201,7 +198,6 @@ _USER = "1000"
 
 
 def bubblewrap_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
-    """The command line of `bwrap`."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("The program bwrap is not installed.")
@@ -212,11 +208,11 @@ def bubblewrap_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
                 f"{path} cannot be shown to programs: each has a /dev/shm of its own. Keep it in "
                 "another folder."
             )
-    # A candidate's own /tmp would hide what is bound below it.
+    # A candidate's own /tmp would hide paths that are bound below /tmp.
     scratch = Path("/scratch" if any(p.is_relative_to("/tmp") for p in shown) else "/tmp")
     command = [program, *_namespaces(config), *_system(config)]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    # A shared mapping of /dev/zero is memory that nobody counts. /dev/full reads the same.
+    # A shared mapping of /dev/zero is unaccounted memory. /dev/full reads the same zeros.
     command += ["--dev-bind", "/dev/full", "/dev/zero"]
     for device in config.devices:
         command += ["--dev-bind", str(device), str(device)]
@@ -251,36 +247,35 @@ def _system(config: SandboxConfig) -> Iterator[str]:
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
-    # Else bwrap makes it for root alone, and the server continues as nobody.
+    # By default bwrap makes /etc readable by root alone, and the server continues as nobody.
     yield from ("--perms", "0755", "--dir", "/etc")
     for name in (*_ETC, *(_ETC_NETWORK if config.network else ())):
         yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
 
 
 def _bind(path: Path) -> Iterator[str]:
-    """Bind a path under its own name. bwrap gives the folders above it the rights that they have
-    outside, and those of a home may shut out the user inside."""
+    """Bind a path under its own name, with open parent folders: bwrap would copy the permissions of
+    a home, which may shut out the user inside."""
     for parent in [*path.parents][-2::-1]:
         yield from ("--perms", "0755", "--dir", str(parent))
     yield from ("--ro-bind", str(path), str(path))
 
 
-# sandlock: Landlock and seccomp. A program of its own (`sandlock_launcher.py`) holds the jail:
-# sandlock answers system calls in the process that started it, which must not be an event loop.
+# sandlock: Landlock and seccomp. It answers system calls in the process that started it, which must
+# not be an event loop. So a separate program (`sandlock_launcher.py`) starts the jail.
 
 _READABLE_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _PROC = ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime", "version")
-"""Of /proc nothing about processes: sandlock opens its files in the name of the user, so that one
-would show the memory of another. The server gets what it needs from outside."""
+"""Visible files of /proc, none about processes: sandlock opens files with the user's rights, so a
+process could read another's memory. The host process measures for the server."""
 _READABLE_ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _READABLE_ETC_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SERVER_PROCESSES = 2 + OWN_PROCESSES
-"""The server, one more while it tries something, and the candidate's that are ours."""
+"""The server, one transient child of it, and Rookery's own processes of a candidate."""
 
 
 def sandlock_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
-    """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
     if platform.machine() not in MACHINES:
@@ -321,11 +316,11 @@ BACKENDS: dict[BackendName, Callable[[SandboxConfig, SandboxPaths], Jail]] = {
 }
 SAFE_BACKENDS: tuple[BackendName, ...] = ("bubblewrap", "sandlock")
 RESTRICTION = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
-"""Where it holds 1, as on Ubuntu since 24.04, an installed bubblewrap may make no namespaces."""
+"""If this file holds 1, as on Ubuntu since 24.04, bubblewrap may not create namespaces."""
 
 
 def find_remedy(backend: BackendName, *, restriction: Path = RESTRICTION) -> str:
-    """The command that may make it work here; empty where none is known."""
+    """Return a command that may make the backend work on this machine; "" if none is known."""
     if backend == "bubblewrap":
         if shutil.which("bwrap") is None:
             return "apt-get install bubblewrap"

@@ -1,11 +1,11 @@
 """The outcome of one evaluation, read from bytes that a hostile program may have written.
 
-A failure has a `kind`. Its metrics are what was measured before, and the flags that OpenEvolve adds
-(`error`, `stage1_passed`, `timeout`) for prompts and checkpoints; they are no score.
+A failed outcome holds the metrics measured before the failure and OpenEvolve's flags (`error`,
+`stage1_passed`, `timeout`) for prompts and checkpoints; the flags are not scores. Kinds of failure:
 
-| kind         | what happened                                                              |
+| kind         | cause                                                                      |
 |--------------|----------------------------------------------------------------------------|
-| `error`      | the evaluator, or the program in it, raised                                |
+| `error`      | the evaluator or the program raised an exception                           |
 | `not_a_dict` | the evaluator returned neither a dict nor an EvaluationResult              |
 | `not_finite` | a metric is NaN or infinite                                                |
 | `bad_result` | the result cannot be parsed                                                |
@@ -14,8 +14,8 @@ A failure has a `kind`. Its metrics are what was measured before, and the flags 
 | `memory`     | more memory than `memory_bytes`                                            |
 | `processes`  | more processes than `max_processes`                                        |
 | `output`     | more output than `output_bytes`, or a result of more than `result_bytes`   |
-| `killed`     | a signal ended it                                                          |
-| `crash`      | it ended without a result: `os._exit`, an abort of the interpreter         |
+| `killed`     | a signal ended the candidate                                               |
+| `crash`      | the candidate ended without a result: `os._exit`, an interpreter abort     |
 """
 
 import base64
@@ -59,7 +59,7 @@ Artifact = str | bytes
 _Value = TypeVar("_Value", bound=Metric)
 _STAGES = ("stage1", "stage2", "stage3")
 MAX_LINES = 2 * len(_STAGES) + 1
-"""Of a result: each stage begins and is measured, then it is done or failed."""
+"""Lines of a result: two per stage (begin, measured) and one that says done or failed."""
 _FROM_INSIDE: dict[object, FailureKind] = {
     "error": "error",
     "memory": "memory",
@@ -69,7 +69,7 @@ _FROM_INSIDE: dict[object, FailureKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an evaluation has no result. `type` and `traceback` are those of the exception."""
+    """Reason why an evaluation has no result. `type` and `traceback` describe the exception."""
 
     kind: FailureKind
     reason: str
@@ -79,25 +79,25 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOutcome:
-    """What one evaluation gave. `failure` is None if and only if the metrics may be used."""
+    """Result of one evaluation. `failure` is None if and only if the metrics may be used."""
 
     metrics: Mapping[str, Metric]
     artifacts: Mapping[str, Artifact]
     seconds: float
     output_tail: str
-    """The last of what was printed, standard output and standard error together."""
+    """End of the printed output, standard output and standard error together."""
     failure: Failure | None = None
     stage: str = ""
     """The last stage that began: `stage1` to `stage3`, `cascade_setup` or `evaluation`."""
     is_forgeable: bool = False
-    """Whether the program ran in the evaluator's process, and so could write its own score."""
+    """Whether the program ran in the evaluator's process, where it can forge its score."""
     unsupported: str = ""
-    """What the evaluator tried with the program that is not possible across processes."""
+    """First operation of the evaluator that does not work across processes, or ""."""
 
 
 @dataclass(slots=True)
 class ResultLines:
-    """What the lines of a result say so far."""
+    """State of a result after the lines read so far."""
 
     stage: str = ""
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class ResultLines:
 
 
 class _BadLineError(Exception):
-    """A line of a result is not what the code inside writes."""
+    """A result line that the code inside the jail never writes."""
 
 
 def make_outcome(
@@ -120,7 +120,8 @@ def make_outcome(
     output_tail: str,
     is_forgeable: bool = False,
 ) -> EvaluationOutcome:
-    """The outcome of a result and of why the candidate was stopped or died, if it was."""
+    """Make the outcome from a result's bytes. `stopped`, why the candidate was stopped or died,
+    overrides a failure in the result."""
     report = _read(result)
     failure = stopped or report.failure
     if failure is None and not report.is_done:
@@ -145,7 +146,7 @@ def make_outcome(
 
 
 def encode_outcome(outcome: EvaluationOutcome) -> bytes:
-    """JSON, for a queue or another machine."""
+    """Encode an outcome as JSON, for a queue or another machine."""
     document = asdict(outcome) | {
         "artifacts": {
             name: {"text": value}
@@ -158,7 +159,7 @@ def encode_outcome(outcome: EvaluationOutcome) -> bytes:
 
 
 def decode_outcome(data: bytes) -> EvaluationOutcome:
-    """What `encode_outcome` wrote."""
+    """Decode the output of `encode_outcome`."""
     document = json.loads(data)
     failure = document.pop("failure")
     artifacts = {name: _decode(value) for name, value in document.pop("artifacts").items()}
@@ -168,7 +169,7 @@ def decode_outcome(data: bytes) -> EvaluationOutcome:
 
 
 def _read(result: bytes) -> ResultLines:
-    """Follow the lines up to the first that ends the result; what follows is not read."""
+    """Read lines up to the first that ends the result; later lines are ignored."""
     report = ResultLines()
     try:
         for number, line in enumerate(io.BytesIO(result)):
@@ -208,7 +209,7 @@ def _follow(report: ResultLines, line: Any) -> None:
 
 
 def _clean(value: _Value) -> _Value:
-    """Text that can be written as UTF-8: JSON lets half of a surrogate pair through."""
+    """Make text encodable as UTF-8: JSON lets lone surrogates through."""
     if isinstance(value, str):
         return type(value)(value.encode(errors="replace").decode())
     return value
@@ -221,7 +222,7 @@ def _decode(value: Any) -> Artifact:
         case {"base64": str() as text}:
             try:
                 return base64.b64decode(text, validate=True)
-            except ValueError as error:  # of letters beyond ASCII it is no binascii.Error
+            except ValueError as error:  # non-ASCII text raises this, not binascii.Error
                 raise _BadLineError(str(error)) from error
     raise _BadLineError("an artifact is neither text nor bytes")
 
@@ -245,7 +246,7 @@ def _find_not_finite(metrics: Mapping[str, Metric]) -> Failure | None:
 def _failure_tables(
     stage: str, failure: Failure, evaluator: EvaluatorConfig
 ) -> tuple[dict[str, Metric], dict[str, Artifact]]:
-    """The metrics and artifacts that OpenEvolve 0.4 gives a failure, but for its time stamp:
+    """Return the metrics and artifacts of OpenEvolve 0.4 for a failure, without its time stamp:
     artifacts enter prompts, which must not depend on the clock."""
     stage = stage or ("cascade_setup" if evaluator.cascade else "evaluation")
     is_timeout = failure.kind == "timeout"

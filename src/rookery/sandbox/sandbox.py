@@ -1,11 +1,11 @@
-"""A sandbox for one evaluator: runs candidates one at a time and returns what each gave.
+"""A sandbox for one evaluator: runs candidates one at a time and returns their outcomes.
 
     config = SandboxConfig(memory_bytes=2**30)
     async with Sandbox(config, EvaluatorConfig(file=Path("evaluator.py"))) as sandbox:
         outcome = await sandbox.evaluate("def solve(): return 42")
 
-The evaluator is imported once, inside the jail; each candidate is a fork. A failed candidate is an
-Outcome with a failure; SandboxError says that the sandbox or the evaluator itself is not usable.
+The evaluator is imported once, inside the jail; each candidate is a fork. A failed candidate gives
+an outcome with a failure; SandboxError means that the sandbox or the evaluator is unusable.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ __all__ = ["Probe", "Sandbox", "choose_backend", "open_sandbox", "probe", "probe
 class Sandbox:
     """Cancelling `evaluate` kills the candidate; closing kills everything.
 
-    The backend must be named: `choose_backend` finds one that works.
+    The config must name a backend: `choose_backend` finds one that works.
     """
 
     def __init__(self, config: SandboxConfig, evaluator: EvaluatorConfig) -> None:
@@ -47,7 +47,7 @@ class Sandbox:
         self._stack = AsyncExitStack()
         self._server: ForkServer | None = None
         self._box: SandboxPaths | None = None
-        # Callers of `evaluate` wait here; whoever holds it has limits on all its waits.
+        # Callers of `evaluate` queue here. Every wait of the holder has a time limit.
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -69,10 +69,10 @@ class Sandbox:
     async def evaluate(
         self, program: Program, *, seed: int = 0, isolate: bool = True
     ) -> EvaluationOutcome:
-        """Run the evaluator on a program: one file's text, or a folder's by relative path.
+        """Run the evaluator on a program: the text of one file, or file texts by relative path.
 
-        `seed` is what random generators start from. Without `isolate` the program runs in the
-        evaluator's process, where it can forge its score.
+        `seed` seeds the random generators. Without `isolate` the program runs in the evaluator's
+        process, where it can forge its score.
         """
         _check(program)
         async with self._turn:
@@ -100,7 +100,7 @@ class Sandbox:
         return self._server
 
     async def _close_server(self) -> None:
-        """Cancelled, it keeps the server, for the next caller to wait until it has ended."""
+        """Close the server. If cancelled, keep it, so that the next caller waits for its end."""
         server = self._server
         if server is not None:
             await server.close()
@@ -125,7 +125,7 @@ def evaluate(path):
         return {"hidden": True}
     return {"hidden": False}
 """
-"""Reads the file that the program names: it lies outside, and must not be seen."""
+"""Tries to read the file that the program names, which is outside and must not be visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ async def probe(config: SandboxConfig | None = None) -> tuple[Probe, ...]:
 
 
 async def probe_backend(backend: BackendName, config: SandboxConfig | None = None) -> Probe:
-    """Evaluate a program in the backend that tries to read a file outside."""
+    """Try a backend on an evaluation that reads a file outside the jail, which must fail."""
     named = (config or SandboxConfig()).model_copy(update={"backend": backend})
     with tempfile.TemporaryDirectory() as folder:
         file, secret = Path(folder) / "evaluator.py", Path(folder) / "secret"
@@ -165,7 +165,7 @@ async def probe_backend(backend: BackendName, config: SandboxConfig | None = Non
 
 
 async def choose_backend(config: SandboxConfig) -> SandboxConfig:
-    """The config with a backend that works here; a named backend is tried too."""
+    """Return the config with a backend that was tried and works here; SandboxError if none does."""
     names = SAFE_BACKENDS if config.backend is None else (config.backend,)
     failed = []
     for name in names:
@@ -183,6 +183,6 @@ async def choose_backend(config: SandboxConfig) -> SandboxConfig:
 
 @asynccontextmanager
 async def open_sandbox(config: SandboxConfig, evaluator: EvaluatorConfig) -> AsyncIterator[Sandbox]:
-    """A sandbox on the first backend that works."""
+    """Open a sandbox on the first backend that works."""
     async with Sandbox(await choose_backend(config), evaluator) as sandbox:
         yield sandbox

@@ -1,7 +1,7 @@
-"""Holds one jail of sandlock: `sandlock_launcher.py POLICY COMMAND...`, run as a program.
+"""Runs a command in a sandlock jail: `sandlock_launcher.py POLICY COMMAND...`, run as a program.
 
-It lives as long as the command, and leaves none of the command's processes behind: neither when the
-command ends, nor when the program that started it dies.
+It runs as long as the command. When the command ends or the launcher's parent dies, it kills all
+remaining processes of the command.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ def main(policy: str, command: list[str]) -> None:
     from sandlock import Sandbox
 
     libc = ctypes.CDLL(None)
-    # Not SIGKILL: what runs in the jail would outlive this process.
+    # Not SIGKILL: processes in the jail would outlive this process.
     libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     has_ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: has_ended.set())
     process = Sandbox(**json.loads(policy)).popen(command)
-    os.close(0)  # the server alone holds the socket: its end is seen at once
+    os.close(0)  # only the server holds the socket, so that its end is noticed at once
 
     def wait() -> None:
         process.wait()
@@ -45,9 +45,9 @@ def main(policy: str, command: list[str]) -> None:
 
 
 def _end_descendants() -> None:
-    """Orphans in the jail are children of this process, and of any of its threads.
+    """Kill and reap all processes of the jail; orphans are children of any thread of this process.
 
-    The kernel alone knows when the last has gone: a list of children that are ending can be short.
+    `waitpid` decides when none is left, because /proc may omit children that are ending.
     """
     with suppress(ChildProcessError):  # none is left
         while True:
@@ -56,7 +56,7 @@ def _end_descendants() -> None:
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(_POLL_S)  # sandlock's thread may have reaped what was killed
+                time.sleep(_POLL_S)  # sandlock's thread may reap the killed processes first
 
 
 def _read(path: Path) -> list[str]:

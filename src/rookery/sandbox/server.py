@@ -1,4 +1,4 @@
-"""The fork server from outside: starts its jail, hands it one candidate at a time, watches it.
+"""Client of the fork server: starts its jail, sends it one candidate at a time, enforces limits.
 
     program ──> control socket ──> server in the jail ──> candidate ──> result, output (pipes)
 
@@ -32,18 +32,14 @@ from rookery.sandbox.outcome import MAX_LINES, EvaluationOutcome, Failure, Failu
 __all__ = ["ForkServer", "PipeReader", "Program", "Usage", "descendants", "measure"]
 
 
-# Reads what a candidate writes, up to a limit, on the event loop.
-
-
 _CHUNK = 1 << 16
 
 
 class PipeReader:
-    """One pipe: hand `writer` to the candidate, close it here, then wait for `ended`.
+    """One pipe, read on the event loop: pass `writer` to a child, close it here, await `ended`.
 
-    Keeps the first `max_bytes` (`keep_bytes=None`) or the last `keep_bytes`. Calls `on_line` with
-    each of the first `max_lines` whole lines, and `on_excess` once, when more than `max_bytes` have
-    come.
+    Keeps the first `max_bytes` (`keep_bytes=None`) or the last `keep_bytes`. Calls `on_line` for
+    the first `max_lines` complete lines, and `on_excess` once, after more than `max_bytes`.
     """
 
     def __init__(
@@ -121,7 +117,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resident memory with shared pages counted once per process, threads, CPU seconds."""
+    """Resource usage of a process tree. `rss_bytes` counts shared pages once per process."""
 
     rss_bytes: int = 0
     num_threads: int = 0
@@ -129,7 +125,7 @@ class Usage:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process first, then everything below it; what ends meanwhile may be missing."""
+    """Return the process, then its descendants. Some that end during the walk may be missing."""
     pids = [pid]
     for each in pids:
         with suppress(OSError):
@@ -139,12 +135,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def data_bytes(pid: int) -> int:
-    """What a process has taken of what `RLIMIT_DATA` counts."""
+    """Return the memory of a process in bytes that counts towards `RLIMIT_DATA`."""
     return int((_PROC / str(pid) / "statm").read_text().split()[5]) * _PAGE
 
 
 def measure(pid: int) -> Usage:
-    """The sum over the tree. CPU time holds that of processes that have ended and were reaped."""
+    """Sum the usage over a process tree. CPU time includes processes that were reaped."""
     rss, threads, ticks = 0, 0, 0
     for each in descendants(pid):
         with suppress(OSError):
@@ -158,7 +154,7 @@ def measure(pid: int) -> Usage:
 
 
 def measure_pss(pid: int) -> int:
-    """Resident memory of the tree with shared pages counted once. Slower than `measure`."""
+    """Return the tree's resident bytes, shared pages counted once. Slower than `measure`."""
     total = 0
     for each in descendants(pid):
         with suppress(OSError):
@@ -169,21 +165,21 @@ def measure_pss(pid: int) -> int:
 
 
 Program = str | Mapping[str, str]
-"""The text of a file, or the texts of a folder by relative path."""
+"""The text of one file, or file texts by relative path."""
 _GRACE_S = 10.0
-"""How long the kernel may take to end processes on a machine that is busy."""
+"""Time for the kernel to end processes on a busy machine."""
 _WATCH_S = 0.1
-"""Between two looks at memory and processes. A process takes some 200 MB in this time."""
+"""Interval of the watchdog. A process can allocate about 200 MB in this time."""
 _POLL_S = 0.01
 _TAIL_BYTES = 8192
 _MAX_STAGES = 3
 _MAX_BEGIN_BYTES = 64
 _ENTER = 'for f in $0; do echo $$ > "$f/cgroup.procs" || exit 126; done; exec "$@"'
-"""A shell that moves itself into control groups and becomes the command."""
+"""Shell script that enters the control groups and then becomes the command."""
 
 
 class ForkServer:
-    """One jail with a server in it. `is_isolated`: a candidate leaves nothing for the next one."""
+    """A jail with a running server. `is_isolated`: a candidate cannot affect the next one."""
 
     def __init__(
         self,
@@ -201,12 +197,12 @@ class ForkServer:
         self._aliases = aliases
         self._closing: asyncio.Task[None] | None = None
         self._pid: int | None = None
-        """Of the server, if it has to be told about itself."""
+        """Process id of the server, if the jail hides /proc; else None."""
         self.is_isolated = False
 
     @classmethod
     async def start(cls, jail: Jail, config: SandboxConfig, log: Path) -> "ForkServer":
-        """Start the jail and wait until the evaluator is imported in it."""
+        """Start the jail and wait until the server has imported the evaluator."""
         cgroup = await asyncio.to_thread(make_cgroup)
         command = list(jail.command)
         if cgroup is not None:
@@ -236,7 +232,7 @@ class ForkServer:
         try:
             await server._get_ready(config)
         except BaseException:
-            server._kill()  # it imports, and would not hear that it is to end
+            server._kill()  # during imports the server does not read its socket
             await server.close()
             raise
         return server
@@ -256,7 +252,7 @@ class ForkServer:
         self.is_isolated = bool(answer["is_isolated"])
         self._pid = int(str(answer["pid"])) if answer["pid"] is not None else None
         if self._cgroup is not None:
-            # Of the candidate's processes these are ours.
+            # OWN_PROCESSES of the candidate's processes are Rookery's.
             await asyncio.to_thread(
                 self._cgroup.limit,
                 memory_bytes=config.memory_bytes + config.scratch_bytes,
@@ -276,12 +272,12 @@ class ForkServer:
         seed: int,
         isolate: bool,
     ) -> EvaluationOutcome:
-        """Run one candidate. Cancelling it leaves a server to be closed."""
+        """Run one candidate. After a cancellation the caller must close the server."""
         started = time.monotonic()
         with ExitStack() as stack:
             run = _Run(self._stop, config, evaluator)
             run.oom_kills = self._num_oom_kills()
-            # Of every run anew: the server's CPU time grows by that of each candidate.
+            # Measured before every run: each candidate adds its CPU time to the server's.
             run.idle = await asyncio.to_thread(measure, self._process.pid)
             stack.callback(run.disarm)
             result, output = stack.enter_context(run.result), stack.enter_context(run.output)
@@ -291,7 +287,7 @@ class ForkServer:
                 "seed": seed,
                 "isolate": isolate,
             }
-            descriptors = [result.writer, output.writer, *self._tell(body, stack)]
+            descriptors = [result.writer, output.writer, *self._describe_server(body, stack)]
             body |= evaluator.model_dump(include={"suffix", "cascade", "thresholds"})
             await self._send(body, descriptors)
             result.close_writer()
@@ -302,7 +298,7 @@ class ForkServer:
             if answer is None or answer["is_worn"]:
                 await self.close()
             elif answer["is_stopped"] != (run.stopped is not None):
-                # The order to stop came late and would be read as a request.
+                # The order to stop came too late; the server would read it as a request.
                 await self.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_S):
@@ -324,8 +320,8 @@ class ForkServer:
             is_forgeable=not isolate,
         )
 
-    def _tell(self, body: dict[str, object], stack: ExitStack) -> list[int]:
-        """What a server without /proc has to be told: its size, and where its children are."""
+    def _describe_server(self, body: dict[str, object], stack: ExitStack) -> list[int]:
+        """Give a server without /proc its data size, and a descriptor that lists its children."""
         if self._pid is None:
             return []
         body["server_bytes"] = data_bytes(self._pid)
@@ -371,12 +367,12 @@ class ForkServer:
 
     async def _send(self, body: Mapping[str, object], descriptors: Sequence[int]) -> None:
         data = await asyncio.to_thread(lambda: json.dumps(body).encode())
-        with suppress(OSError):  # the server is gone: no answer will come
+        with suppress(OSError):  # the server is gone; `_answer` reports it
             socket.send_fds(self._control, [len(data).to_bytes(8, "big")], descriptors)
             await asyncio.get_running_loop().sock_sendall(self._control, data)
 
     async def _answer(self) -> dict[str, object] | None:
-        """The next line from the server; None when it has gone."""
+        """Return the next message of the server; None if it is gone."""
         line = b""
         while not line.endswith(b"\n"):
             try:
@@ -394,20 +390,20 @@ class ForkServer:
         return " / ".join(lines[-3:])[-500:]
 
     def _kill(self) -> None:
-        """Kill the jail with all in it. The first process of a namespace takes the others along."""
+        """Kill the jail's processes. A namespace dies with its first process."""
         if self._process.returncode is None:
             for pid in descendants(self._process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the jail and all in it. Idempotent; goes on when a caller is cancelled."""
+        """End the jail and all its processes. Idempotent; continues if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        with suppress(OSError):  # also wakes who waits for an answer, as closing alone would not
+        with suppress(OSError):  # unlike close, this also wakes a pending `_answer`
             self._control.shutdown(socket.SHUT_RDWR)
         pids = await asyncio.to_thread(descendants, self._process.pid)
         try:
@@ -425,7 +421,7 @@ class ForkServer:
 
 
 class _Run:
-    """One evaluation: its pipes, its clock, and the first reason for which it was stopped."""
+    """One evaluation: its pipes, its stage timer, and the first reason for stopping it."""
 
     def __init__(
         self,
@@ -455,14 +451,14 @@ class _Run:
         )
 
     def arm(self) -> None:
-        """Start the clock of a stage."""
+        """Restart the timer for a stage."""
         self.disarm()
         failure = _over("timeout", f"Not done within {self._timeout_s:g} s.")
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(self._timeout_s, self.stop, failure))
 
     def stop(self, failure: Failure) -> None:
-        """The first reason counts."""
+        """Stop the candidate. Later reasons are ignored."""
         if self.stopped is None:
             self.disarm()
             self.stopped = failure
@@ -473,7 +469,7 @@ class _Run:
             self._timers.pop().cancel()
 
     def _follow(self, line: bytes) -> None:
-        """A stage that begins has its own time. A forged line gains no more than three stages."""
+        """Restart the timer when a stage begins. Forged lines gain at most three stages."""
         is_begin = len(line) < _MAX_BEGIN_BYTES and line.startswith(b'{"begin"')
         if is_begin and self._num_stages < _MAX_STAGES and self.stopped is None:
             self._num_stages += 1
@@ -485,7 +481,7 @@ def _over(kind: FailureKind, reason: str) -> Failure:
 
 
 def _wait_until_empty(pids: Sequence[int], cgroup: Cgroup | None) -> None:
-    """The jail's own program ends a moment before the last process in the jail."""
+    """Wait until all processes are gone: the jail's launcher ends just before its last process."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline:
         are_gone = not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -495,7 +491,7 @@ def _wait_until_empty(pids: Sequence[int], cgroup: Cgroup | None) -> None:
 
 
 def _with_aliases(text: bytearray, aliases: Mapping[str, str]) -> bytes:
-    """What was printed, or JSON: a path is written alike in both, unless it is not ASCII."""
+    """Replace host paths in printed text or JSON; JSON escapes only non-ASCII paths."""
     data = bytes(text)
     for path, alias in aliases.items():
         data = data.replace(path.encode(), alias.encode())
@@ -507,7 +503,7 @@ def _out_of_memory(config: SandboxConfig) -> Failure:
 
 
 def _read_end(answer: dict[str, object] | None) -> Failure | None:
-    """How the candidate ended, if not by itself."""
+    """Return why the candidate ended, if not by itself."""
     if answer is None:
         return _over("killed", "The sandbox died during the evaluation.")
     match answer.get("ended"):

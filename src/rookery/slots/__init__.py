@@ -1,6 +1,6 @@
 """A torch causal LM with N adapter slots, mixed in one batch, forward and backward.
 
-Tokens are packed: one long row, no padding. Each packed row names its slot or none.
+Tokens of all sequences are the rows of one tensor, without padding. Each row uses a slot or none.
 """
 
 from rookery.slots.attention import Attend, CausalAttend

@@ -1,8 +1,7 @@
 """Attention over packed rows, plugged into transformers under the name `rookery`.
 
-A decoder layer computes queries, keys and values of all packed rows and hands them to the
-`Attend` of the forward pass: the engine's reads its KV cache, `CausalAttend` below is the plain
-one for whole sequences, with gradients.
+A decoder layer passes queries, keys and values of all packed rows to the `Attend` of the forward
+pass. The engine's reads a KV cache; `CausalAttend` handles whole sequences, with gradients.
 """
 
 from collections.abc import Sequence
@@ -35,18 +34,18 @@ __all__ = [
 
 
 ATTENTION = "rookery"
-"""The `attn_implementation` that models are loaded with."""
+"""`attn_implementation` under which models are loaded."""
 
 KEY_BLOCK = 16
-"""Keys are attended in whole multiples of this: the kernel sums a shorter tail in another order,
-and a row's bits would depend on what is beside it."""
+"""The number of keys per call is a multiple of this. The kernel sums a shorter tail in another
+order, and a row's bits would depend on other rows."""
 
 _MAX_VARLEN_HEAD = 256
-"""The largest head that the kernel of torch's varlen attention takes."""
+"""Largest head size of torch's varlen kernel."""
 
 
 class Heads:
-    """What one layer's attention needs beside its tensors."""
+    """Parameters of one layer's attention."""
 
     __slots__ = ("layer", "scale", "softcap", "window")
 
@@ -60,19 +59,19 @@ class Heads:
 
 
 class Attend(Protocol):
-    """Mixes the rows of one layer: q [rows, H, D], kv [rows, 2, KV, D] -> [rows, H, D]."""
+    """Attention of one layer: q [rows, H, D], kv [rows, 2, KV, D] -> [rows, H, D]."""
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor: ...
 
 
 class CausalAttend:
-    """Whole sequences laid end to end; each row sees the rows of its own sequence before it.
+    """Causal attention over whole sequences laid end to end.
 
-    Neighbours of equal length share one call, so lay sequences out sorted by length. What a
-    sequence gets does not depend on the others. With `is_exact` it gets the bits of a decoded row.
+    Neighbours of equal length share one call, so sort sequences by length. A sequence's result does
+    not depend on the others. With `is_exact` its bits equal those of decoding.
 
-    A sequence may follow another, `follows` being the place of it: its rows see those of that one
-    too. The texts that several answers begin with are then computed once.
+    `follows` gives per sequence the index of a sequence whose rows it also sees, or None. A common
+    prefix of several answers is then computed once.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class CausalAttend:
         elif heads.softcap is not None:
             mixed = attend_heads(q_N, k_N, v_N, self._mask(length, heads, q.dtype), heads)
         else:
-            # Repeated by hand: on the CPU `enable_gqa` leaves the fast kernel.
+            # Repeat heads explicitly: on the CPU `enable_gqa` disables the fast kernel.
             groups = q_N.shape[1] // k_N.shape[1]
             k_N, v_N = (x.repeat_interleave(groups, dim=1) for x in (k_N, v_N))
             is_cut = heads.window is not None and heads.window < length
@@ -165,12 +164,11 @@ class CausalAttend:
 
 
 def any_follows(follows: Sequence[int | None]) -> bool:
-    """Whether some sequence follows another."""
     return any(place is not None for place in follows)
 
 
 class _Keys:
-    """The rows that each sequence sees, end to end: those of the one it follows, then its own."""
+    """The rows that each sequence sees, end to end: those it follows, then its own."""
 
     def __init__(
         self, lengths: Sequence[int], follows: Sequence[int | None], *, device: torch.device
@@ -190,7 +188,7 @@ class _Keys:
 
 
 def _attend_last(q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """q [rows, H, D] of the last of the keys kv [keys, 2, KV, D], each of those up to itself."""
+    """Attend causally with q [rows, H, D], the last rows of kv [keys, 2, KV, D]."""
     num_keys = len(kv)
     positions = torch.arange(num_keys - len(q), num_keys, device=q.device)
     mask = causal_mask(positions, num_keys, window=heads.window, dtype=q.dtype)
@@ -199,12 +197,12 @@ def _attend_last(q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tenso
 
 
 def has_varlen(q: torch.Tensor, heads: Heads) -> bool:
-    """Whether torch has a kernel for sequences of unequal lengths in one call."""
+    """Return whether torch has a kernel for sequences of unequal lengths in one call."""
     return heads.softcap is None and takes_varlen(q.device, q.dtype, head_dim=q.shape[-1])
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> bool:
-    """The same of a model whose layers have no soft cap."""
+    """`has_varlen` for layers without a soft cap."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and is_half and head_dim <= _MAX_VARLEN_HEAD
 
@@ -216,9 +214,10 @@ def attend_varlen(
     longest: tuple[int, int],
     heads: Heads,
 ) -> torch.Tensor:
-    """q [rows, H, D] against kv [keys, 2, KV, D], where `has_varlen`. Sequences lie end to end, cut
-    at `ends` (of queries, of keys, both from 0 on); their queries are those of their last keys."""
-    from torch.nn.attention.varlen import varlen_attn  # seconds, and only GPUs have a kernel
+    """Attend with q [rows, H, D] to kv [keys, 2, KV, D]; requires `has_varlen`. Sequences lie end
+    to end; `ends` are the cumulative counts of queries and of keys, from 0. The queries of a
+    sequence belong to its last keys."""
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds; only GPUs have a kernel
 
     k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
     left = -1 if heads.window is None or heads.window >= longest[1] else heads.window - 1
@@ -238,7 +237,8 @@ def attend_varlen(
 def causal_mask(
     positions: torch.Tensor, num_keys: int, *, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask [..., queries, keys]: a query sees keys up to itself, `window` of them."""
+    """Return an additive mask [..., queries, keys]: a query sees keys up to itself, the last
+    `window` if set."""
     keys = torch.arange(num_keys, device=positions.device)
     distance = positions[..., None] - keys
     seen = distance >= 0
@@ -251,7 +251,7 @@ def causal_mask(
 def attend_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: Heads
 ) -> torch.Tensor:
-    """q [N, H, Q, D] against k, v [N, KV, K, D] under an additive mask; grouped heads allowed."""
+    """Attend with q [N, H, Q, D] to k, v [N, KV, K, D] under an additive mask; KV divides H."""
     if heads.softcap is None:
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=heads.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -266,16 +266,15 @@ def attend_heads(
 def attend_alike(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: Heads
 ) -> torch.Tensor:
-    """As `attend_heads`, with the same bits however many queries there are: a query alone goes
-    through another kernel, so it gets one beside it."""
+    """Like `attend_heads`, with bits that do not depend on the number of queries. A single query
+    would use another kernel, so a second one is added."""
     if q.shape[2] > 1:
         return attend_heads(q, k, v, mask, heads)
     return attend_heads(torch.cat((q, torch.zeros_like(q)), dim=2), k, v, mask, heads)[:, :, :1]
 
 
 def register() -> None:
-    """Have transformers know this attention, which takes seconds to import: before a model is
-    loaded."""
+    """Register this attention with transformers, before a model is loaded. Takes seconds."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _forward)
@@ -295,7 +294,7 @@ def _forward(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The signature transformers calls; `attend` travels through the layers' keyword arguments."""
+    """Has transformers' signature; `attend` arrives through the layers' keyword arguments."""
     del attention_mask
     if attend is None:
         raise TypeError("they do not pass keyword arguments on to their attention")
@@ -305,23 +304,17 @@ def _forward(
     return attend(query[0].transpose(0, 1), kv, heads)[None], None
 
 
-# A short pass that two ways of running a model must agree on.
-#
-# It reads the first positions of the context and its last ones: layers that treat positions in
-# another way from some point on differ there.
-
-
 _NUM_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""How far results may differ, as parts of the largest logit: other kernels sum in another order, a
-wrong pass is far off."""
+"""Accepted difference as a fraction of the largest logit, for kernels that sum in other orders."""
 
 
 class PositionProbe:
-    """Two sequences of the same tokens, [2, tokens]: at the start of the context and at its end.
+    """Short input on which two implementations of a model must agree: the same tokens at the start
+    and at the end of the context, [2, tokens]. Layers that change with position differ at the end.
 
-    Tokens are spread over the vocabulary: its first ones are special in most models, and half
-    precision rounds what follows them by ten times more.
+    Tokens are spread over the vocabulary. Its first tokens are special in most models, and half
+    precision rounds the logits after them ten times more.
     """
 
     def __init__(self, vocab_size: int, context_tokens: int, *, device: torch.device) -> None:
@@ -333,8 +326,8 @@ class PositionProbe:
 
 
 def gap(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> float:
-    """The largest difference of logits [2 * tokens, vocabulary]. In half precision that of a
-    sequence is the median of its positions': single ones are rounded by a lot."""
+    """Return the largest difference of logits [2 * tokens, vocabulary]. In half precision, where
+    rounding is large at single positions, take the median over each sequence's positions first."""
     differences = (got - expected).abs().amax(dim=-1).view(2, -1)
     if dtype != torch.float32:
         differences = differences.median(dim=-1).values
@@ -342,13 +335,13 @@ def gap(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> flo
 
 
 def agree(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> bool:
-    """Whether two passes of a model of this type computed the same; NaN agrees with nothing."""
+    """Return whether two passes agree within the tolerance of `dtype`; False for NaN."""
     allowed = _TOLERANCE.get(dtype, 1e-3) * max(1.0, expected.abs().max().item())
     return gap(got, expected, dtype=dtype) <= allowed
 
 
 class HeadsSeen:
-    """An attend that keeps what each layer asked of it, in order."""
+    """An Attend that records the `Heads` of each call, in order."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

@@ -1,11 +1,11 @@
-"""Log-probabilities after one text, read again and again while the weights change in place.
+"""Log-probabilities after a fixed text, computed repeatedly while the weights change in place.
 
     text = FixedText(model, tokens=(1, 3, 8), ids=(1, 2))
     text.logprobs()                                         # log p(1 | 1 3 8), log p(2 | 1 3 8)
     text.logprobs(adapter.factors)                          # with an adapter
 
-On a GPU the first reading records its operations as a CUDA graph, and later ones start them at
-once: one by one they take a large model longer to start than to compute.
+On a GPU the first call records its operations as a CUDA graph, which later calls replay: launching
+the operations one by one takes a large model longer than computing them.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ __all__ = ["FixedText"]
 
 
 class FixedText:
-    """For one thread at a time. The memory of the weights stays where it is."""
+    """Not thread-safe. The weights must stay at the same addresses."""
 
     def __init__(self, model: SlottedModel, *, tokens: TokenIds, ids: TokenIds) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class FixedText:
 
     @torch.no_grad()
     def logprobs(self, factors: Mapping[str, LoraFactors] | None = None) -> list[float]:
-        """With the weights of now, and the adapter of these factors."""
+        """Return the log-probabilities under the present weights and an adapter's factors."""
         factors = factors or {}
         if not self._slot.fits(factors):
             self._slot, self._recording = _Slot(factors, self._model), None
@@ -60,7 +60,7 @@ class FixedText:
 
 
 class _Slot:
-    """The factors of one adapter in memory that stays where it is; of none where there are none."""
+    """Fixed memory for one adapter's factors; without factors, the base model."""
 
     def __init__(self, factors: Mapping[str, LoraFactors], model: SlottedModel) -> None:
         self._shapes = _shapes(factors)
@@ -81,7 +81,7 @@ class _Slot:
         torch._foreach_copy_([bank[1][0] for [bank] in self._banks.values()], list(scaled))
 
     def rows(self, num_rows: int) -> SlotRows | None:
-        """That all of so many rows use it."""
+        """Return a plan in which all rows use this slot; None without factors."""
         if not self._banks:
             return None
         every_row = Segment(slot=0, rows=range(num_rows), block=num_rows)
@@ -89,27 +89,26 @@ class _Slot:
 
 
 class _Recording:
-    """A CUDA graph of one computation, on a stream of its own: who waits for what else the GPU
-    does need not wait for this."""
+    """A CUDA graph of one computation. Its own stream keeps it out of waits for other GPU work."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
-        """Other threads may use the GPU meanwhile. What is computed here first, outside of the
-        graph, is what libraries set up when they are first called."""
+        """Other threads may use the GPU meanwhile. The first computation runs outside the graph,
+        because libraries initialise themselves on their first call."""
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             compute()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._found = compute()
+            self._logprobs = compute()
 
     def read(self, put: Callable[[], None]) -> list[float]:
-        """What it computes after `put` has changed what it reads."""
+        """Call `put`, which changes the graph's inputs, then replay the graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             put()
             self._graph.replay()
-            values: list[float] = self._found.tolist()
+            values: list[float] = self._logprobs.tolist()
         return values
 
 

@@ -1,8 +1,8 @@
-"""Decoder layers of the Llama kind in fewer, larger operations than transformers runs them.
+"""Llama-like decoder layers in fewer, larger operations than in transformers.
 
-At a few rows a layer's time goes into the number of calls: here queries, keys and values are one
-product and one rotation, gate and up are one product. `fuse` recognises such layers by their
-parts; the model compares the result with transformers' own pass before it is used.
+For few rows, a layer's time depends on the number of calls. Here queries, keys and values are one
+product and one rotation, and gate and up are one product. `fuse` recognises such layers by their
+parts; the model compares the result with transformers' own pass before using it.
 """
 
 import math
@@ -24,7 +24,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Rotation:
-    """Rotary positions of packed rows: cosines, and sines signed for the swapped halves."""
+    """Rotary position encoding of packed rows: cosines, and sines signed for swapped halves."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._half = cos.shape[-1] // 2
@@ -35,12 +35,12 @@ class Rotation:
         self._tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, qkv: torch.Tensor, *, num_turned: int) -> torch.Tensor:
-        """[rows, heads, D], the first `num_turned` heads turned, the others as they are."""
+        """Rotate the first `num_turned` heads of qkv [rows, heads, D]; keep the others."""
         cos, sin = self._table(num_turned, qkv.shape[1] - num_turned)
         return torch.addcmul(qkv * cos, torch.roll(qkv, self._half, -1), sin)
 
     def _table(self, num_turned: int, num_still: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For all heads alike: values too go through, times 1 plus 0, and need no copy."""
+        """Return factors for all heads: times 1 plus 0 for values, which saves a copy of them."""
         table = self._tables.get((num_turned, num_still))
         if table is None:
             still = self._cos.new_zeros(len(self._cos), num_still, self._cos.shape[-1])
@@ -75,7 +75,6 @@ class FusedLayer:
         self._activate: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn.forward
 
     def pack(self, product: MakeProduct) -> None:
-        """Lay the weights out for CPU inference."""
         for group in (self._qkv, self._o, self._gate_up, self._down):
             group.pack(product)
 
@@ -102,7 +101,7 @@ class FusedLayer:
 
 
 class _Norm:
-    """The root-mean-square norm as x w sqrt(D) / hypot(|x|, sqrt(D eps)): half the operations."""
+    """RMS norm as x w sqrt(D) / hypot(|x|, sqrt(D eps)), with half the operations."""
 
     def __init__(self, norm: Any) -> None:
         size = norm.weight.shape[-1]
@@ -117,7 +116,7 @@ class _Norm:
 def fuse(
     layers: Sequence[nn.Module], heads: Sequence[Heads], *, active: ActiveRows
 ) -> list[FusedLayer] | None:
-    """The same layers, fused; None if some layer has other parts."""
+    """Return the layers fused; None if a layer has unknown parts."""
     if not all(_has_known_parts(layer) for layer in layers):
         return None
     return [FusedLayer(x, y, active=active) for x, y in zip(layers, heads, strict=True)]

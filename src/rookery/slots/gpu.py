@@ -1,8 +1,8 @@
-"""Parts of a decoder layer that pass over a GPU's memory fewer times than transformers' own.
+"""Norms and gated activations that pass over a GPU's memory fewer times than in transformers.
 
-Norms, activations and additions compute little and read and write every row: one by one they are
-half of a training pass. `fuse_modules` replaces what it knows by its parts, where a probe gives
-the same numbers; the modules keep their names and weights.
+These operations compute little but read and write every row; as separate kernels they take half of
+a training pass. `fuse_modules` replaces modules it recognises by their parts if a probe gives the
+same numbers. The modules keep their names and weights.
 """
 
 from functools import partial
@@ -19,12 +19,12 @@ __all__ = ["fuse_modules"]
 _BLOCK = 1024
 _PROBED_ROWS = 8
 _TOLERANCE = 0.02
-"""Of the largest number: in 16 bit the sums round in other places."""
+"""Accepted difference as a fraction of the largest number: 16-bit sums round differently."""
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def fuse_modules(model: nn.Module) -> None:
-    """Norms by the root mean square as one operation, gated activations as another."""
+    """Replace RMS norms, and gated activations, by one operation each."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and isinstance(module.weight, torch.Tensor):
             _replace(module, _norm, width=len(module.weight))

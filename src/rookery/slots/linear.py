@@ -1,9 +1,9 @@
-"""A linear layer that holds adapter slots, and packs its base weights for the CPU.
+"""A linear layer with adapter slots, and packed base weights for the CPU.
 
-On the CPU oneDNN's packed product is up to twice as fast at the few rows of a decoding step, and
-each row's bits do not depend on how many rows are computed with it. For a row alone it takes twice
-the time of the plain product, whose bits differ, and is used all the same. The plain product of MKL
-has that property in its strict mode, which it reads when it is first called.
+On the CPU, oneDNN's packed product is up to twice as fast for the few rows of a decoding step, and
+a row's bits do not depend on the number of rows. A single row takes twice the time of the plain
+product, but the plain product's bits differ, so it is not used. MKL's plain product has this
+property in strict mode, which MKL reads from the environment at its first call.
 """
 
 import ctypes
@@ -43,13 +43,13 @@ __all__ = [
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""With weights in a layout of its own: [rows, in] -> [rows, out]."""
+"""Product with packed weights: [rows, in] -> [rows, out]."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
-"""Of plain weights [out, in] and a bias."""
+"""(plain weights [out, in], bias) -> product with these weights packed."""
 
 
 class Packing(NamedTuple):
-    """The products that a model's linear layers are packed for."""
+    """Packed products for a model's layers and its head."""
 
     layers: MakeProduct
     head: MakeProduct
@@ -58,42 +58,42 @@ class Packing(NamedTuple):
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _PACK_ROWS = 32
-"""The number of rows oneDNN is told to expect; measured: the hint changes nothing."""
+"""Row count passed to oneDNN as a hint; by measurement it has no effect."""
 
 
-_LEAST_ROWS = 16
-"""Of a plain product on the CPU: up to eight go through other kernels, with other bits."""
+_MIN_ROWS = 16
+"""Fewest rows of a plain product on the CPU: up to 8 rows use other kernels, with other bits."""
 
-_LEAST_RANK = 4
-"""Of slots: products of a few hundred numbers go through another kernel, with other bits, and the
-rank that is reserved depends on what was loaded before."""
+_MIN_RANK = 4
+"""Smallest rank reserved per slot. Products of a few hundred numbers use another kernel, with other
+bits, and the reserved rank depends on earlier adapters."""
 
 
 _VECTOR = 64
-"""A multiple of the numbers that any CPU computes together."""
+"""A multiple of every CPU's vector width, in numbers."""
 
 _THREAD_NUMBERS = 2**14
-"""Torch shares out more among threads, wherever the cuts fall."""
+"""Most numbers that torch computes in one thread; it splits larger tensors at any place."""
 
 
 class ActiveRows(threading.local):
-    """The rows of this thread's forward pass, for every slotted layer of one model.
+    """The slot plans of this thread's forward pass, shared by all slotted layers of a model.
 
-    The layers are transformers' own and pass no argument on to their linear layers.
+    transformers' layers cannot pass extra arguments to their linear layers.
     """
 
     rows: Sequence[SlotRows] = ()
 
 
 def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch build has the packed product for such weights."""
+    """Return whether this torch build has the packed product for this device and dtype."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and device.type == "cpu" and dtype == torch.float32
 
 
 def drop_pages(weights: Iterable[torch.Tensor]) -> None:
-    """Take weights that lie in a mapped file, unchanged, out of this process's memory. Who reads
-    them again gets them from the file. Others stay as they are."""
+    """Release the memory of unchanged weights in a mapped file; the next read loads them from the
+    file again. Other weights are unaffected."""
     if not (maps := Path("/proc/self/maps")).exists():
         return
     places = [line.split() for line in maps.read_text().splitlines()]
@@ -116,7 +116,7 @@ class PackedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:
-            return self(torch.cat((x, x)))[:1]  # alone it gets other bits on some CPUs
+            return self(torch.cat((x, x)))[:1]  # on some CPUs a single row gets other bits
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -127,7 +127,7 @@ FLOAT32 = Packing(PackedProduct, PackedProduct)
 
 
 class SlottedLinear(nn.Module):
-    """y = W x + bias + scale * B[slot] A[slot] x, the slot chosen per packed row."""
+    """y = W x + bias + scale * B[slot] A[slot] x, with the slot chosen per packed row."""
 
     def __init__(self, linear: nn.Linear, *, name: str, active: ActiveRows) -> None:
         super().__init__()
@@ -139,25 +139,25 @@ class SlottedLinear(nn.Module):
         self.a: nn.Parameter | None = None
         self.b: nn.Parameter | None = None
         self.num_changes = 0
-        """How often the slots were written."""
+        """Number of writes to the slots, to detect changes."""
         self._active = active
         self._packed: Product | None = None
 
     def pack(self, *, keep_weight: bool, product: MakeProduct = PackedProduct) -> None:
-        """Trade the plain weights for another layout: inference only, no gradients after."""
+        """Replace the plain weights by a packed product, which has no gradients."""
         assert self.weight is not None
         self._packed = product(self.weight, self.bias)
         if not keep_weight:
             self.weight = None
 
     def unpack(self, weight: nn.Parameter) -> None:
-        """Plain weights again, such as new ones."""
+        """Replace the packed product by plain weights."""
         self._packed = None
         self.weight = weight
 
     def reserve(self, *, num_slots: int, rank: int) -> None:
-        """Make room for `num_slots` slots of `rank`; what is loaded stays where it is."""
-        rank = max(rank, _LEAST_RANK)
+        """Make room for `num_slots` slots of `rank`; loaded adapters keep their slots."""
+        rank = max(rank, _MIN_RANK)
         have_slots, have_rank = (0, 0) if self.a is None else tuple(self.a.shape[:2])
         if num_slots <= have_slots and rank <= have_rank:
             return
@@ -171,7 +171,7 @@ class SlottedLinear(nn.Module):
                 like.device,
             )
         )
-        # Stored transposed: batched products read them several times faster that way.
+        # Stored transposed, which batched products read several times faster.
         a = torch.zeros(num_slots, self.in_features, rank, dtype=dtype, device=device)
         b = torch.zeros(num_slots, rank, self.out_features, dtype=dtype, device=device)
         a, b = a.transpose(1, 2), b.transpose(1, 2)
@@ -184,7 +184,7 @@ class SlottedLinear(nn.Module):
 
     @torch.no_grad()
     def put(self, slot: int, factors: LoraFactors) -> None:
-        """Write into a cleared slot that is reserved. The scale is folded into B."""
+        """Write factors into a reserved, cleared slot. The scale is folded into B."""
         assert self.a is not None and self.b is not None
         rank = factors.a.shape[0]
         self.a[slot, :rank] = factors.a.to(self.a)
@@ -193,7 +193,6 @@ class SlottedLinear(nn.Module):
 
     @torch.no_grad()
     def clear(self, slot: int) -> None:
-        """Zero a slot, if there is such a slot."""
         if self.a is not None and self.b is not None and slot < len(self.a):
             self.a[slot] = 0
             self.b[slot] = 0
@@ -212,7 +211,7 @@ class SlottedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _only_pair(self) -> SlotFactors | None:
-        """The factors, where one pass over all rows adds those of one slot to plain weights."""
+        """Return the factors if all rows use one slot of plain, frozen weights; else None."""
         if len(self._active.rows) != 1 or self._packed is not None or self.weight is None:
             return None
         [rows] = self._active.rows
@@ -220,25 +219,25 @@ class SlottedLinear(nn.Module):
         return None if banks is None or self.weight.requires_grad else rows.only_pair(banks)
 
     def banks(self, rows: SlotRows) -> Sequence[SlotFactors] | None:
-        """What the rows multiply by: factors of their pass, or else the slots loaded here."""
+        """Return the factors for `rows`: those of their pass, or else the loaded slots."""
         if rows.factors is not None:
             return rows.factors.get(self.name)
         return None if self.a is None or self.b is None else [(self.a, self.b)]
 
     def base(self, x: torch.Tensor) -> torch.Tensor:
-        """The product without adapters: [rows, in] -> [rows, out]."""
+        """Compute the product without adapters: [rows, in] -> [rows, out]."""
         if self._packed is not None:
             return self._packed(x)
         assert self.weight is not None
-        if len(x) < _LEAST_ROWS and x.device.type == "cpu":
-            among = nn.functional.pad(x, (0, 0, 0, _LEAST_ROWS - len(x)))
-            return nn.functional.linear(among, self.weight, self.bias)[: len(x)]
+        if len(x) < _MIN_ROWS and x.device.type == "cpu":
+            padded = nn.functional.pad(x, (0, 0, 0, _MIN_ROWS - len(x)))
+            return nn.functional.linear(padded, self.weight, self.bias)[: len(x)]
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class _OnePair(torch.autograd.Function):
-    """x W + bias + x A B of one adapter. The small products add to what the large ones wrote, so
-    that a GPU passes over the rows half as often as with a sum of both."""
+    """x W + bias + x A B for one adapter. The small product adds to the output of the large one,
+    so a GPU passes over the rows half as often as with a separate sum."""
 
     @staticmethod
     def forward(
@@ -268,10 +267,9 @@ class _OnePair(torch.autograd.Function):
 
 
 class EvenActivation(nn.Module):
-    """An activation that gives a number the same bits wherever it lies among others.
+    """An activation whose bits do not depend on a number's position in the tensor.
 
-    Torch computes the last numbers of a tensor, and of each thread's part of it, one by one, with
-    other bits than in vectors.
+    torch computes the tail of a tensor, and of each thread's part, in scalars, with other bits.
     """
 
     def __init__(self, plain: nn.Module) -> None:
@@ -287,7 +285,7 @@ class EvenActivation(nn.Module):
 
 
 class LinearGroup:
-    """Linear layers that read the same input, as one product; their outputs lie side by side."""
+    """Linear layers with the same input as one product; their outputs are side by side."""
 
     def __init__(self, members: Sequence[SlottedLinear], *, active: ActiveRows) -> None:
         self._members = members
@@ -299,7 +297,7 @@ class LinearGroup:
         self._stacked_changes: list[int] = []
 
     def pack(self, product: MakeProduct) -> None:
-        """Trade the members' plain weights for one in another layout: inference only."""
+        """Replace the members' plain weights by one packed product, which has no gradients."""
         weights = [member.weight for member in self._members if member.weight is not None]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = product(weight, self._joined_bias())
@@ -307,7 +305,7 @@ class LinearGroup:
             member.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [rows, the members' outputs]"""
+        """[rows, in] -> [rows, outputs of all members]"""
         if self._packed is None:
             out = torch.cat([member.base(x) for member in self._members], dim=-1)
         else:
@@ -318,7 +316,7 @@ class LinearGroup:
         return out
 
     def _stack_for(self, rows: SlotRows) -> "_Stack | None":
-        """The members' factors of this pass; those of the loaded slots are kept stacked."""
+        """Return the members' stacked factors for a pass; the loaded slots' stack is cached."""
         if rows.factors is not None:
             return self._stacked(rows)
         changes = [member.num_changes for member in self._members]
@@ -342,7 +340,7 @@ class LinearGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The slots of a group's members as those of one layer: A's stacked, B's in blocks."""
+    """The slots of a group's members as slots of one layer: stacked A, block-diagonal B."""
 
     banks: Sequence[SlotFactors]
     columns: slice
@@ -377,38 +375,38 @@ def _stack_bank(
     return a.transpose(1, 2), b.transpose(1, 2)
 
 
-# Weights of four bits on the CPU: a linear product that reads a seventh of the memory.
+# 4-bit weights on the CPU: a linear product that reads a seventh of the memory.
 #
 # A weight is d q + m with q from 0 to 15; each group of 32 along a row of weights has its own d and
-# m. Symmetric groups would need no m, and cost SmolLM2 18 times the KL divergence. Numbers that lie
-# on such a grid, as those of a Q4_1 file do, are taken as they are.
+# m. Symmetric groups need no m, but give SmolLM2 18 times the KL divergence. Weights that already
+# lie on such a grid, such as those of a Q4_1 file, are represented exactly.
 #
 #     weights    0.3  0.5  0.2 ... 1.7       d = 0.1, m = 0.2
-#     q            1    3    0 ...  15       d (q - 8) and m + 8 d = 1.0 to the kernel
+#     q            1    3    0 ...  15       the kernel gets d (q - 8) and m + 8 d = 1.0
 #
-# KleidiAI's kernel, which torch has on Arm, rounds d to bfloat16 and each row of inputs to 8 bit.
-# It knows d (q - 8) alone. The rest of a weight, m + 8 d, times the sum of the group's inputs is a
-# product of a 32nd of the size, in float32.
+# KleidiAI's kernel, which torch has on Arm, rounds d to bfloat16 and each input row to 8 bits. It
+# computes only d (q - 8). The rest, m + 8 d times the sum of the group's inputs, is a separate
+# float32 product of a 32nd of the size.
 #
-# The kernel of AVX2 and AVX512 rounds d, m + 8 d, inputs and outputs to bfloat16: too coarse for
-# logits, so the head has weights in float16 there. It is slower than float32 from about 20 rows on.
+# The kernel for AVX2 and AVX512 rounds d, m + 8 d, inputs and outputs to bfloat16. That is too
+# coarse for logits, so the head uses float16 weights there. From about 20 rows on it is slower than
+# float32.
 
 
 _GROUP = 32
 _CHUNK_ROWS = 4096
-"""Rows of weights that are quantised at a time: a head is 30 times the size of a layer."""
+"""Weight rows quantised at a time: a head is 30 times the size of a layer."""
 
 _pack_arm = torch.ops.aten._dyn_quant_pack_4bit_weight
 _multiply_arm = torch.ops.aten._dyn_quant_matmul_4bit
 _pack_x86 = torch.ops.aten._convert_weight_to_int4pack_for_cpu
 _multiply_x86 = torch.ops.aten._weight_int4pack_mm_for_cpu
-_LEAST_OUT_X86 = 16
-"""That kernel takes multiples of these rows of weights."""
+_OUT_MULTIPLE_X86 = 16
+"""The x86 kernel needs a multiple of this number of weight rows."""
 
 
 def int4_packing() -> Packing:
-    """In four bits by this machine's kernel; ModelError unless there is one, and it gives a row the
-    same bits among any number."""
+    """Return this machine's 4-bit packing; ModelError if none exists or its bits vary by batch."""
     packing = _find_packing()
     if packing is None:
         raise ModelError(
@@ -440,23 +438,23 @@ def _find_packing() -> Packing | None:
 
 
 def _arm_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """In float32 where rows are not whole groups."""
+    """Make a 4-bit product; a float32 product if the inputs are not whole groups."""
     is_whole = weight.shape[1] % _GROUP == 0
     return ArmInt4Product(weight, bias) if is_whole else PackedProduct(weight, bias)
 
 
 def _x86_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    is_whole = weight.shape[1] % _GROUP == 0 and weight.shape[0] % _LEAST_OUT_X86 == 0
+    is_whole = weight.shape[1] % _GROUP == 0 and weight.shape[0] % _OUT_MULTIPLE_X86 == 0
     return X86Int4Product(weight, bias) if is_whole else PackedProduct(weight, bias)
 
 
 class ArmInt4Product:
-    """A product with weights of four bits: [rows, in] -> [rows, out]."""
+    """Product with 4-bit weights in KleidiAI's kernel: [rows, in] -> [rows, out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._sizes = (weight.shape[1], weight.shape[0])
         numbers, scales, rests = _quantise(weight.detach())
-        # A group that is a whole row goes through a kernel with float32 scales.
+        # If a group is a whole row, another kernel applies, with float32 scales.
         kind = torch.float32 if weight.shape[1] == _GROUP else torch.bfloat16
         self._packed = _pack_arm(numbers, scales.to(kind), bias, _GROUP, *self._sizes)
         self._rests = rests.t().contiguous()
@@ -467,12 +465,12 @@ class ArmInt4Product:
         sums = x.view(len(x), -1, _GROUP).sum(dim=2)
         if len(x) > 1:
             return product.addmm_(sums, self._rests)
-        # Alone it goes through another kernel, with other bits.
+        # A single row would use another kernel, with other bits.
         return torch.addmm(product.expand(2, -1), sums.expand(2, -1), self._rests)[:1]
 
 
 class X86Int4Product:
-    """The same with the kernel of AVX2 and AVX512."""
+    """Product with 4-bit weights in the kernel for AVX2 and AVX512: [rows, in] -> [rows, out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         numbers, scales, rests = _quantise(weight.detach())
@@ -488,7 +486,7 @@ class X86Int4Product:
 
 
 class HalfProduct:
-    """A product with weights in float16 on x86, computed in float32."""
+    """Product with float16 weights on x86, computed in float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), bias)
@@ -499,7 +497,7 @@ class HalfProduct:
 
 
 def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two q in each byte [out, in / 2], d and m + 8 d [out, groups]."""
+    """Return q, two per byte [out, in / 2], and d and m + 8 d [out, groups]."""
     parts = [_quantise_rows(rows) for rows in torch.split(weight, _CHUNK_ROWS)]
     numbers, scales, rests = (torch.cat(part) for part in zip(*parts, strict=True))
     return numbers, scales, rests
@@ -509,7 +507,7 @@ def _quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     groups = weight.reshape(len(weight), -1, _GROUP)
     low, high = groups.aminmax(dim=2, keepdim=True)
     scale = (high - low) / 15
-    whole = torch.where(scale > 0, scale, 1.0)  # a group of equal numbers is m alone
+    whole = torch.where(scale > 0, scale, 1.0)  # in a group of equal numbers only m matters
     numbers = ((groups - low) / whole).round_().to(torch.uint8).view(len(weight), -1)
     pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
     return pairs, scale[..., 0], (low + 8 * scale)[..., 0]

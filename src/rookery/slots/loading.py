@@ -1,4 +1,4 @@
-"""Reads a model folder into a slotted model, and finds out what the engine could not run."""
+"""Loads a model folder as a SlottedModel, and refuses models that the engine cannot run."""
 
 import functools
 import threading
@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 
 
 def _one_at_a_time(build: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Models are built one at a time: transformers sets torch's default type meanwhile, and
-    accelerate what modules do with their parameters, both for all threads."""
+    """Serialise the building of models: transformers changes torch's default dtype during it, and
+    accelerate patches how modules register parameters, both for all threads."""
 
     @functools.wraps(build)
     def locked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -56,7 +56,7 @@ def _one_at_a_time(build: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 def find_device(name: str) -> str:
-    """`auto` as the GPU if there is one, else the CPU; ModelError for a GPU that is not there."""
+    """Resolve `auto` to the GPU if there is one, else the CPU; ModelError for a missing GPU."""
     has_gpu = torch.cuda.is_available()
     if name == "auto":
         return "cuda" if has_gpu else "cpu"
@@ -74,11 +74,11 @@ def load_model(
     names: frozenset[str] = frozenset(),
     is_exact: bool = False,
 ) -> SlottedModel:
-    """Read a model folder. `auto` is float32 on the CPU and the folder's own type elsewhere.
+    """Load a model folder. dtype `auto` is float32 on the CPU and the folder's own type elsewhere.
 
-    `names` are further names the same weights go by, for matching adapters to their base. With
-    `is_exact`, for an engine and a trainer on one model of the CPU that is not packed, a row has
-    the same bits in a prompt, in decoding and in training; attention takes longer.
+    `names` are other names of the same weights, for matching adapters to their base. `is_exact` is
+    for an engine and a trainer that share an unpacked model on the CPU: a row then has equal bits
+    in a prompt, in decoding and in training, but attention takes longer.
     """
     require_config(folder)
     kind: Any = dtype
@@ -106,7 +106,7 @@ def load_model(
 def finish_model(
     model: "transformers.PreTrainedModel", *, folder: Path, names: frozenset[str] = frozenset()
 ) -> SlottedModel:
-    """The slotted model of one that has its weights, if its layers can be driven from here."""
+    """Add slots to a model with weights; ModelError if its layers cannot be driven from here."""
     _check_parts(model, folder)
     configured = getattr(model.config, "_name_or_path", "") or ""
     known = {str(folder), str(folder.resolve()), configured, *names}
@@ -122,8 +122,8 @@ def finish_model(
 def make_empty_model(
     folder: Path, *, device: str = "cpu", dtype: str = "auto", is_exact: bool = False
 ) -> SlottedModel:
-    """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
-    memory: what it would compute is then known by its shapes."""
+    """Make the model of a folder from its config, without its weights. Call it under torch's
+    FakeTensorMode, where it takes no memory and computes only shapes."""
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
         config = require_decoder(folder)
@@ -145,8 +145,8 @@ def make_empty_model(
 
 
 def _even_activations(model: "transformers.PreTrainedModel", *, is_exact: bool) -> None:
-    """On the CPU, where a row's bits would depend on the rows beside it: when threads share a pass,
-    or its width is no multiple of a vector."""
+    """Install `EvenActivation` on the CPU if a row's bits would depend on other rows: with threads
+    that share a pass (`is_exact`), or a width that is not a multiple of the vector width."""
     if model.device.type != "cpu":
         return
     width = getattr(model.config.get_text_config(), "intermediate_size", 0)
@@ -165,10 +165,10 @@ def require_config(folder: Path) -> None:
 
 
 def require_decoder(folder: Path) -> "transformers.PreTrainedConfig":
-    """The config of a model that continues texts; ModelError for another one.
+    """Return the config of a causal language model; ModelError for any other model.
 
-    transformers would name all of the decoders that it has. It has a head for encoders such as
-    BERT too, which are decoders only where their config says so.
+    transformers' own error would list all its decoders. It also has causal heads for encoders such
+    as BERT, which are decoders only if their config says so.
     """
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
@@ -188,7 +188,7 @@ def require_decoder(folder: Path) -> "transformers.PreTrainedConfig":
 def _slotted(
     model: "transformers.PreTrainedModel", *, names: frozenset[str], folder: Path
 ) -> SlottedModel:
-    """The model with slots, once a probe came out of it as out of transformers."""
+    """Add slots, and check with a probe that the logits equal those of transformers."""
     text = model.config.get_text_config()
     context_tokens = PositionEncoding(model.get_decoder()).fixed_tokens(
         text.max_position_embeddings
@@ -200,7 +200,7 @@ def _slotted(
     register()
     model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
-        from rookery.slots.gpu import fuse_modules  # where there is Triton
+        from rookery.slots.gpu import fuse_modules  # needs Triton
 
         fuse_modules(model)
     slotted = SlottedModel(model, names=names)
@@ -212,8 +212,8 @@ def _slotted(
 
 @contextmanager
 def _reading_by_layers(model: "transformers.PreTrainedModel") -> Iterator[None]:
-    """On the CPU a pass holds one layer of a mapped file at a time, not all of it beside what the
-    head takes."""
+    """On the CPU, release each layer's pages after its use, so that a pass holds one layer of a
+    mapped file and not the whole file."""
     layers = model.get_decoder().layers if model.device.type == "cpu" else ()
     hooks = [
         layer.register_forward_hook(lambda done, *_: drop_pages(done.parameters()))
@@ -269,7 +269,7 @@ def _check_probe(
 
 
 def _check_windows(model: "transformers.PreTrainedModel", heads: list[Heads], folder: Path) -> None:
-    """The probe is shorter than most windows: what each layer may see is compared by itself."""
+    """Compare each layer's window with the config: the probe is shorter than most windows."""
     text = model.config.get_text_config()
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         window = text.sliding_window if kind == "sliding_attention" else None
@@ -280,21 +280,18 @@ def _check_windows(model: "transformers.PreTrainedModel", heads: list[Heads], fo
             )
 
 
-# A slotted model whose weights are given: memory that an inference server computes with too.
-
-
 FindWeights = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, torch.Tensor]]
-"""The weights with these names and shapes, all of them or an error."""
+"""Returns the weights with the given names and shapes, or raises if one is missing."""
 
 
 @_one_at_a_time
 def attach_model(
     folder: Path, find: FindWeights, *, names: frozenset[str] = frozenset()
 ) -> SlottedModel:
-    """The model of a folder over weights that `find` gives; those in the folder are not read.
+    """Make the model of a folder over weights from `find`, such as an inference server's memory.
 
-    Tied weights are asked for once. What a model has besides weights, such as the frequencies of
-    its positions, is made by its own code.
+    The weights in the folder are not read. Tied weights are requested once. The model's own code
+    makes its other tensors, such as the frequencies of the position encoding.
     """
     model = _empty_model(folder)
     weights = find(_shapes(model))
@@ -307,13 +304,13 @@ def attach_model(
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The weights that `attach_model` asks for."""
+    """Return names and shapes of the weights that `attach_model` requests."""
     return _shapes(_empty_model(folder))
 
 
 @_one_at_a_time
 def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights in a model folder, by the same names."""
+    """Read the weights in a model folder, by the names of `weight_shapes`."""
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -331,7 +328,7 @@ def _empty_model(folder: Path) -> "transformers.PreTrainedModel":
             model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
             )
-    model.tie_weights()  # making them empty has untied them
+    model.tie_weights()  # init_empty_weights untied them
     return model
 
 

@@ -5,9 +5,9 @@
     hidden = model.layers(hidden, positions, attend=..., rows=...)  # all layers, or a range
     logits = model.logits(hidden)                                 # [rows, vocabulary]
 
-The layers are transformers' own, until `pack` replaces those it knows by fused ones. Because
-their order is driven from here, a model whose forward pass does more than embed, layers, norm,
-head is found out when it is loaded: a probe runs through both and must agree.
+The layers are transformers' own, until `pack` replaces known ones by fused ones. This module runs
+embedding, layers, norm and head. A model whose forward pass does more is refused at loading, where
+a probe compares the logits with transformers'.
 """
 
 import difflib
@@ -47,14 +47,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelShape", "SlotBank", "SlottedModel", "decoder_layer", "first_adapted_layer"]
 
-# The adapter slots of one model: checks an adapter against the model, then puts it in a slot.
-
 
 class SlotBank:
     """Slots 0, 1, 2, ... across all slotted layers of a model.
 
-    Every adapted layer holds the same number of slots, a power of two: loading many adapters
-    copies few times, and any slot number is valid in any adapted layer.
+    Every adapted layer has the same number of slots, a power of two. So loading many adapters
+    reallocates rarely, and a slot number is valid in every adapted layer.
     """
 
     def __init__(self, layers: Mapping[str, SlottedLinear], *, base_names: frozenset[str]) -> None:
@@ -110,14 +108,14 @@ class SlotBank:
             self._layers[name].put(slot, factors)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot: rows that still name it compute the base model."""
+        """Zero a slot; rows that still use it compute the base model."""
         for layer in self._layers.values():
             layer.clear(slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers an engine or a trainer lays its memory out by."""
+    """Sizes by which engines and trainers plan their memory."""
 
     num_layers: int
     num_kv_heads: int
@@ -127,23 +125,23 @@ class ModelShape:
     context_tokens: int
     eos_tokens: tuple[int, ...]
     beyond_context: str = "shorten it"
-    """What to do with more tokens than `context_tokens`, as the end of a sentence."""
+    """Remedy for more than `context_tokens` tokens, as the end of an error message."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """What one cached token takes: its keys and values of all layers and a hidden state."""
+        """Return the bytes of one cached token: all layers' keys and values and a hidden state."""
         values = self.num_layers * 2 * self.num_kv_heads * self.head_dim + self.hidden_size
         return values * dtype.itemsize
 
 
 class SlottedModel:
-    """The model's parts, driven over packed rows; `bank` holds its adapter slots."""
+    """Runs a model's parts over packed rows; `bank` holds its adapter slots."""
 
     def __init__(
         self, model: "PreTrainedModel", *, names: frozenset[str], context_tokens: int | None = None
     ) -> None:
-        """The context is found out by computing positions, unless it is given."""
+        """If `context_tokens` is None, it is determined from the position encoding."""
         self.is_exact = False
-        """Whether training and decoding compute a row with the same bits, see `load_model`."""
+        """Whether training and decoding give a row the same bits, see `load_model`."""
         self.device = model.device
         self.dtype = model.dtype
         self._model = model
@@ -172,13 +170,13 @@ class SlottedModel:
         return linears
 
     def pack(self, packing: Packing = FLOAT32) -> None:
-        """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
+        """Pack the weights for CPU inference; the model has no gradients afterwards."""
         self._packing = packing
         self._fused = self._agreeing_fusion()
         for layer, plain in zip(self._fused or (), self._decoder.layers, strict=False):
             weights = list(plain.parameters())
             layer.pack(packing.layers)
-            if packing is not FLOAT32:  # whose copies are as large
+            if packing is not FLOAT32:  # float32 copies would be as large as the weights
                 drop_pages(weights)
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
@@ -186,32 +184,32 @@ class SlottedModel:
                 product = packing.head if linear is self._head else packing.layers
                 linear.pack(keep_weight=linear.weight is tied, product=product)
         for weight in self.weights.values():
-            # What is left may be part of a mapped file, which would stay in memory as a whole.
+            # Remaining weights may lie in a mapped file, which would stay in memory as a whole.
             weight.data = weight.data.clone()
 
     @property
     def takes_varlen(self) -> bool:
-        """Whether torch attends its sequences of unequal lengths in one call."""
+        """Whether torch's varlen kernel can attend this model's sequences in one call."""
         config = self._decoder.config
         is_capped = getattr(config, "attn_logit_softcapping", None) is not None
         return not is_capped and takes_varlen(self.device, self.dtype, head_dim=self.shape.head_dim)
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers choose experts row by row, whose weights they hold stacked."""
+        """Whether the model is a mixture of experts, recognised by stacked expert weights."""
         return any(weight.dim() == 3 for weight in self.weights.values())
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """The plain base weights by their names in the model's folder; tied ones come once."""
+        """Unpacked base weights by their names in the model's folder; tied weights occur once."""
         slots = {id(t) for linear in self.linears.values() for t in (linear.a, linear.b)}
         return {n: p for n, p in self._model.named_parameters() if id(p) not in slots}
 
     @torch.no_grad()
     def set_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Other base weights, all of them, in place of those it has; a packed model is packed anew.
+        """Replace all base weights; a packed model is packed again.
 
-        Nothing changes when they do not fit, see `check_weights`.
+        If they do not fit (`check_weights`), nothing changes.
         """
         is_packed = any(linear.weight is None for linear in self.linears.values())
         self.check_weights(tensors)
@@ -228,7 +226,7 @@ class SlottedModel:
         self.pack(self._packing)
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise ModelError unless they have the names and shapes of this model's weights."""
+        """Raise ModelError unless names and shapes equal those of this model's weights."""
         shapes = {name: tuple(p.shape) for name, p in self.weights.items()}
         for name, linear in self.linears.items():
             if linear.weight is None:
@@ -242,15 +240,15 @@ class SlottedModel:
             )
 
     def write(self, folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The config and these weights, as a folder that transformers loads."""
+        """Write a folder that transformers loads, with this config and the given weights."""
         with boundary(ModelError, f"writing the model folder {folder}"):
             self._model.save_pretrained(folder, state_dict=dict(tensors))
             for file in folder.glob("*.safetensors"):
-                file.chmod(0o644)  # safetensors lets the owner alone read; a server may be another
+                file.chmod(0o644)  # safetensors writes 0600, but a server may run as another user
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, for what wraps it."""
+        """The underlying transformers model, for wrappers."""
         module: nn.Module = self._model
         return module
 
@@ -260,11 +258,10 @@ class SlottedModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether packing found larger operations for the layers."""
         return self._fused is not None
 
     def _agreeing_fusion(self) -> list[FusedLayer] | None:
-        """The layers fused, if that computes what transformers' own layers compute."""
+        """Return the fused layers if they agree with transformers' own layers; else None."""
         probe = PositionProbe(self.shape.vocab_size, self.shape.context_tokens, device=self.device)
         attend = HeadsSeen(CausalAttend(probe.lengths, device=self.device))
         indices = range(self.shape.num_layers)
@@ -280,7 +277,7 @@ class SlottedModel:
         return fused if agree(got, expected, dtype=self.dtype) else None
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[rows] -> [rows, hidden], with the scale that some architectures apply."""
+        """Embed tokens: [rows] -> [rows, hidden], with the scale that some architectures apply."""
         hidden: torch.Tensor = self._decoder.embed_tokens(tokens)
         return hidden
 
@@ -293,8 +290,8 @@ class SlottedModel:
         rows: SlotRows | Sequence[SlotRows] | None = None,
         span: range | None = None,
     ) -> torch.Tensor:
-        """Run the layers of `span` (all of them by default) over packed rows. With several
-        `rows`, a packed row gets the adapters of each that names it."""
+        """Run the layers of `span` (all by default) over packed rows. With several `rows`, a packed
+        row gets the adapters of every plan that contains it."""
         rope = self._positions(hidden[None], positions[None])
         indices = span if span is not None else range(self.shape.num_layers)
         with self._rows(rows):
@@ -338,7 +335,7 @@ class SlottedModel:
     def logits(
         self, hidden: torch.Tensor, *, rows: SlotRows | Sequence[SlotRows] | None = None
     ) -> torch.Tensor:
-        """Final norm and head: [rows, hidden] -> float32 [rows, vocabulary]."""
+        """Apply the final norm and the head: [rows, hidden] -> float32 [rows, vocabulary]."""
         with self._rows(rows):
             logits: torch.Tensor = self._head(self._norm(hidden[None]))[0].float()
         if self._softcap is not None:
@@ -355,12 +352,12 @@ class SlottedModel:
 
 
 def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) -> int:
-    """The lowest decoder layer that any of the named linear layers belongs to."""
+    """Return the lowest decoder layer of the named linear layers, or else `num_layers`."""
     return min((decoder_layer(name, default=num_layers) for name in names), default=num_layers)
 
 
 def decoder_layer(name: str, *, default: int) -> int:
-    """The decoder layer that a weight or a linear layer belongs to; `default` if to none."""
+    """Return the decoder layer of a weight or linear layer; `default` if it is in none."""
     match = re.search(r"\blayers\.(\d+)\.", name)
     return int(match[1]) if match else default
 

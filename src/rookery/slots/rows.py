@@ -1,11 +1,10 @@
-"""Which slot each packed row uses, laid out so that the adapters of a batch are a few matmuls.
+"""Plans which slot each packed row uses, so that a batch's adapters take only a few matmuls.
 
-One `SlotRows` belongs to one pass, and so do the factors it may bring: passes in several threads
-over one model do not see each other.
+A `SlotRows` and its factors belong to one pass: passes of several threads are independent.
 
-Rows of one slot are cut into blocks of a fixed number of rows, short blocks padded, and all
-blocks go through one batched product. The block size belongs to the kind of row (a prompt row or
-a decoded one), never to the batch: the same row gives the same bits in any batch.
+The rows of a slot are cut into blocks of a fixed size, with padding, and all blocks go through one
+batched product. The block size depends on the kind of row (prompt or decoded) and never on the
+batch, so that a row has the same bits in any batch.
 
     segments: rows 0-2 in slot 2, row 3 in none, rows 4-8 in slot 0; blocks of 4
     blocks:   [0 1 2 -] slot 2   [4 5 6 7] slot 0   [8 - - -] slot 0
@@ -21,16 +20,14 @@ import torch
 
 __all__ = ["PositionEncoding", "Segment", "SlotFactors", "SlotRows"]
 
-# The rotary position encoding of a model, and how far it is a function of the position alone.
-#
-# Some encodings (longrope, dynamic) look at the whole pass: with one position beyond a limit, all
-# positions of the pass are encoded in another way. Packed sequences, prefixes computed in parts and
-# rows decoded together have different lengths in one pass, and a token kept in a cache was encoded
-# for the length its sequence had then. So such models are read up to that limit only.
-
 
 class PositionEncoding:
-    """Encodes packed positions, once for each kind of layer that has an encoding of its own."""
+    """Rotary encoding of packed positions, once per kind of layer with its own encoding.
+
+    Some encodings (longrope, dynamic) depend on the whole pass: if one position exceeds a limit,
+    all positions are encoded differently. But a pass packs sequences of different lengths, and
+    cached tokens were encoded for an earlier length. So such models' context ends at that limit.
+    """
 
     def __init__(self, decoder: Any) -> None:
         self._rotary = decoder.rotary_emb
@@ -39,7 +36,7 @@ class PositionEncoding:
         self._kinds: list[str] | None = decoder.config.layer_types if takes_kind else None
 
     def __call__(self, states: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """By kind of layer: what its attention takes; type and device are those of `states`."""
+        """Return the encoding per kind of layer, with the dtype and device of `states`."""
         if self._kinds is None:
             return {"": self._rotary(states, positions)}
         return {kind: self._rotary(states, positions, kind) for kind in set(self._kinds)}
@@ -48,10 +45,8 @@ class PositionEncoding:
         return self._kinds[layer] if self._kinds else ""
 
     def fixed_tokens(self, declared: int) -> int:
-        """The length up to which a position is encoded alike in every sequence.
-
-        That is the `declared` length, unless the encoding changes before: then it is searched for.
-        """
+        """Return the sequence length up to which encodings depend only on the position: `declared`,
+        or less if the encoding changes earlier, found by bisection."""
         alone = self._first_in(2)
         fixed, changed = 2, declared + 1
         if self._is_same(alone, self._first_in(declared)):
@@ -62,11 +57,11 @@ class PositionEncoding:
                 fixed = middle
             else:
                 changed = middle
-        self._first_in(2)  # some encodings remember the longest they have seen
+        self._first_in(2)  # some encodings remember the longest sequence; reset them
         return fixed
 
     def _first_in(self, length: int) -> list[torch.Tensor]:
-        """How position 1 is encoded in a sequence of this length."""
+        """Return the encoding of position 1 in a sequence of this length."""
         positions = torch.tensor([[1, length - 1]], device=self._device)
         encoded = self(torch.empty(1, 2, 1, device=self._device), positions).values()
         parts = [x if isinstance(x, tuple) else (x,) for x in encoded]
@@ -89,7 +84,7 @@ class Segment:
     rows: Sequence[int]
     block: int
     bank: int = 0
-    """Which of the layer's banks has the slot; slots of one bank have one rank."""
+    """Index of the layer's bank that holds the slot; all slots of a bank have the same rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,7 @@ class _Blocks:
     size: int
     num_blocks: int
     slots: torch.Tensor | slice
-    """[blocks] the slot of each block; a slice where they follow one another"""
+    """[blocks] slot of each block; a slice if they are consecutive."""
 
     @property
     def num_places(self) -> int:
@@ -110,15 +105,15 @@ class _Blocks:
         """[S, m, n] -> [blocks, n, m]"""
         turned = factors.transpose(1, 2)
         if isinstance(self.slots, slice):
-            # Even a slice of all costs operations in the backward pass.
+            # Avoid a slice of everything, which costs operations in the backward pass.
             return turned if self.num_blocks == len(turned) else turned[self.slots]
         return turned.index_select(0, self.slots)
 
 
 class SlotRows:
-    """The plan of one packed batch; `take` and `add` apply it to linear layers.
+    """Slot plan of one packed batch; `take` and `add` apply it to linear layers.
 
-    With `factors`, the banks of linear layers by name, the slots are those and not the model's own.
+    `factors`, banks by name of the linear layer, replace the model's own slots.
     """
 
     def __init__(
@@ -139,20 +134,20 @@ class SlotRows:
             self._blocks.append(_Blocks(bank, size, len(slots), _picker(slots, device)))
         is_whole = gather == list(range(num_rows))
         self._layout = None if is_whole else _Layout.of(gather, places, num_rows, device)
-        """None: the rows lie in their places as they are."""
+        """None if the rows are already in block order."""
         self._last: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None
 
     def take(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of x [rows, in] in their blocks, for any number of layers that read x."""
+        """Return the rows of x [rows, in] in blocks; layers with the same x share the result."""
         if self.factors is None:
             return self._take(x)
-        # Queries, keys and values read the same x: in training also their gradients are one.
+        # Queries, keys and values read the same x; in training they also share its gradient.
         if self._last is not None:
             seen, version, taken = self._last
             if _is_same(seen, x) and version == x._version:
                 return taken
         taken = self._take(x)
-        # Held together with x, so that no other tensor gets its memory.
+        # Keep x alive, so that no other tensor can reuse its memory.
         self._last = (x, x._version, taken)
         return taken
 
@@ -167,7 +162,7 @@ class SlotRows:
         ]
 
     def only_pair(self, banks: Sequence[SlotFactors]) -> SlotFactors | None:
-        """A [rank, in] and B [out, rank], if all rows lie in one block of a bank of one slot."""
+        """Return A [rank, in] and B [out, rank] if all rows are one block of a one-slot bank."""
         if self._layout is not None or len(self._blocks) != 1 or self._blocks[0].num_blocks != 1:
             return None
         a, b = banks[self._blocks[0].bank]
@@ -176,7 +171,7 @@ class SlotRows:
     def add(
         self, out: torch.Tensor, taken: list[torch.Tensor], banks: Sequence[SlotFactors]
     ) -> None:
-        """Add the adapters' part to out [rows, out] in place."""
+        """Add the adapters' outputs to out [rows, out] in place."""
         if not self._blocks:
             return
         parts = []
@@ -189,14 +184,14 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where packed rows lie in the blocks, and back."""
+    """Mapping between packed rows and places in blocks."""
 
     gather: torch.Tensor
-    """[places] the packed row at each place; padding repeats a row"""
+    """[places] packed row at each place; padding repeats a row."""
     scatter: torch.Tensor
-    """[rows] the place of each packed row, rows of no block one past the last"""
+    """[rows] place of each packed row; one past the last place for rows in no block."""
     padding: torch.Tensor
-    """The places that are padding."""
+    """Places that are padding."""
     covers_all: bool
     """Whether every packed row is in a block."""
 
@@ -235,8 +230,8 @@ class _Layout:
 
 
 class _Take(torch.autograd.Function):
-    """Rows to their places. Padding has no gradient, so that its own is a selection too: that of
-    index_select adds rows one by one, and was a quarter of a pass of several trainees."""
+    """Rows -> places. Since padding has no gradient, the backward pass is a selection too.
+    index_select's own gradient adds rows one by one: a quarter of a pass with several trainees."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, layout: _Layout) -> torch.Tensor:
@@ -249,7 +244,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Places to their rows."""
+    """Places -> rows."""
 
     @staticmethod
     def forward(ctx: Any, places: torch.Tensor, layout: _Layout) -> torch.Tensor:
@@ -263,13 +258,13 @@ class _Put(torch.autograd.Function):
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are views of the same memory; also of tensors that have shapes and no data."""
+    """Return whether both are the same view of the same memory; works for fake tensors too."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and one.shape == other.shape and one.storage_offset() == other.storage_offset()
 
 
 def _lay(segment: Segment, gather: list[int], places: dict[int, int]) -> list[int]:
-    """Append the blocks of a segment; the slot of each."""
+    """Append a segment's blocks to `gather` and `places`; return the slot of each block."""
     size, slots = segment.block, []
     for first in range(0, len(segment.rows), size):
         taken = segment.rows[first : first + size]

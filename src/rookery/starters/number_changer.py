@@ -1,10 +1,10 @@
-"""A stand-in for a language model that writes programs: it changes one number of the program.
+"""A stand-in for a language model that writes programs: it changes one number in the program.
 
     with serve_number_changer() as url:    # http://127.0.0.1:PORT/v1, OpenAI's chat API
         rookery.run_evolve(..., llm={"primary_model": NAME, "api_base": url})
 
-`rookery demo evolve` asks it, because the model that the other demos use is too small to write
-programs. An answer depends on the prompt and its seed alone, as a resumed run needs.
+`rookery demo evolve` uses it, because the other demos' model is too small to write programs. An
+answer depends only on the prompt and its seed, so that a run can resume.
 """
 
 import json
@@ -25,8 +25,8 @@ _NUMBER = re.compile(r"^([A-Z_]+ = )(-?\d+\.?\d*(?:e-?\d+)?)", re.MULTILINE)
 
 
 def change_number(prompt: str, *, seed: str) -> str:
-    """The program of a prompt with one of its `NAME = number` lines multiplied, by little or much,
-    as a model answers: the whole program in a block."""
+    """Return the prompt's program in a code block, with the number of one random `NAME = number`
+    line multiplied by a random factor."""
     program = _PROGRAM.search(prompt)
     numbers = [] if program is None else list(_NUMBER.finditer(program[1]))
     if program is None or not numbers:
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the run has its own log."""
+        """Log nothing: the run has its own log."""
 
     def _send(self, document: object) -> None:
         content = json.dumps(document).encode()
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_number_changer() -> Iterator[str]:
-    """Its address up to /v1, on a free port of this machine alone, inside the block."""
+    """Serve on a free loopback port inside the block; yields the base URL, up to /v1."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, name="number-changer")

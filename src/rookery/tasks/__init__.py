@@ -1,11 +1,11 @@
-"""Tasksets and scorers: where problems come from, how they become tokens, what an answer earns.
+"""Tasksets and scorers: sources of tasks, their encoding as tokens, and rewards of answers.
 
 taskset.py     configs and `load_taskset`: rows of a file, a dataset or a generator -> tasks
 files.py       files and datasets -> rows
-python_function.py  functions of the user, by file and name
+python_function.py  user functions, named by file or module
 rows.py        one row -> one Task, or an error that names the line
-splits.py      which tasks search, select and report may see
-generators.py  tasksets made from a seed, and their words
+splits.py      the disjoint task sets of search, select and report
+generators.py  tasksets generated from a seed, and their words
 template.py    Task -> tokens of one model
 scorers/       Task x Completion -> reward
 """

@@ -15,14 +15,14 @@ __all__ = ["LOCAL_FORMATS", "read_dataset", "read_json", "read_jsonl"]
 
 
 def read_jsonl(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
-    """The rows of a file; blank lines are skipped and counted.
+    """Yield the rows of a JSON lines file; blank lines are skipped but count as line numbers.
 
-    A line that is not a JSON object is handed to `on_bad` and left out; without one it is raised.
+    A line that is not a JSON object is skipped and passed to `on_bad`; without `on_bad` it raises.
     """
     if path.is_dir():
         raise TaskError(f"{path} is a folder; give a file of JSON lines.")
     try:
-        # By bytes: text mode would also split lines at \u2028 inside a JSON string.
+        # Binary mode, so that a decoding error names its line.
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -65,7 +65,7 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
 
 
 def refuse_constant(name: str) -> object:
-    """For `parse_constant`: NaN and Infinity, which Python reads and JSON does not have."""
+    """A `parse_constant` for `json` that refuses NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{name} is not a JSON value; write null or a number")
 
 
@@ -74,21 +74,16 @@ def _shown(line: bytes) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# A CSV file as rows: the first line names the fields, every cell is text, an empty one is null.
-#
-# prompt,answer
-# 2+2=,4
-
-
 def read_csv(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
-    """The rows of a file; blank lines are skipped, cells missing at the end of a line are null.
+    """Yield the rows of a CSV file, whose first line names the fields. Cells are text; empty and
+    missing ones are null. Blank lines are skipped.
 
-    A row of more cells than names is handed to `on_bad` and left out; without one it is raised.
+    A row with more cells than names is skipped and passed to `on_bad`; without `on_bad` it raises.
     """
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            # Strict: a quote that is never closed would otherwise swallow the rest of the file.
+            # Strict: an unclosed quote would otherwise swallow the rest of the file.
             table = csv.reader(file, strict=True)
             names = next(table, [])
             _require_distinct(names, path)
@@ -123,24 +118,22 @@ def _require_distinct(names: list[str], path: Path) -> None:
         raise TaskError(f"{path} line 1: names the field {repeated[0]!r} twice: rename one.")
 
 
-# A whole JSON file as rows: a list of objects, such a list under a key, or columns.
-#
-# [{"prompt": "2+2=", "answer": "4"}, ...]
-# {"version": 2, "data": [{"prompt": "2+2=", "answer": "4"}, ...]}     the only list in it
-# {"dev": [{...}, ...], "test": [{...}, ...]}                          key: test
-# {"prompt": ["2+2=", ...], "answer": ["4", ...]}                      columns
-
-
 _EXAMPLE = '[{"prompt": "2+2=", "answer": "4"}, ...]'
 
 
 def read_json(
     path: Path, *, key: str = "", on_bad: Callable[[TaskError], None] | None = None
 ) -> Iterator[Row]:
-    """The rows of a file, those under `key` where it holds several lists (`data.test` goes deeper).
+    """Yield the rows of a JSON file: a list of objects, such a list under a key, or columns.
 
-    JSON lines in a file called .json are read as such. An item that is not an object is handed to
-    `on_bad` and left out; without one it is raised.
+        [{"prompt": "2+2=", "answer": "4"}, ...]
+        {"version": 2, "data": [{"prompt": "2+2=", "answer": "4"}, ...]}     the only list
+        {"dev": [{...}, ...], "test": [{...}, ...]}                          key: test
+        {"prompt": ["2+2=", ...], "answer": ["4", ...]}                      columns
+
+    If the file holds several lists, `key` names one; `data.test` is a list inside an object. JSON
+    lines in a .json file are read as JSON lines. An item that is not an object is skipped and
+    passed to `on_bad`; without `on_bad` it raises.
     """
     document = _load(path)
     if document is None:
@@ -167,7 +160,7 @@ def _row(item: object, where: str) -> Row:
 
 
 def _load(path: Path) -> Any:
-    """The document, or None when the file holds JSON lines."""
+    """Parse the document; None if the file holds JSON lines."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         return json.loads(text, parse_constant=refuse_constant)
@@ -186,7 +179,7 @@ def _load(path: Path) -> Any:
 
 
 def _rows_in(document: Any, *, key: str, path: Path) -> tuple[str, list[Any]]:
-    """Where the rows are, and the rows."""
+    """Return the dotted name of the list that holds the rows, and the list."""
     node = _at(document, key, path)
     if isinstance(node, list):
         return key, node
@@ -219,7 +212,7 @@ def _at(document: Any, key: str, path: Path) -> Any:
 
 
 def _lists(document: Mapping[str, Any], prefix: str) -> dict[str, list[Any]]:
-    """The lists of objects in an object and one level below, by dotted name."""
+    """Return the lists of objects in an object and one level below, by dotted name."""
     lists: dict[str, list[Any]] = {}
     for name, value in document.items():
         if _is_rows(value):
@@ -259,16 +252,8 @@ def _kind(value: object) -> str:
     return json.dumps(value)
 
 
-# Rows of a Hugging Face dataset: from the hub, or a local file or folder. `datasets` reads it,
-# all but a .csv, .json or .jsonl file, which needs no package.
-#
-# read_dataset("openai/gsm8k", subset="main", split="test")
-# read_dataset("claims.csv")
-# read_dataset("mmlu.json", key="test")
-
-
 LOCAL_FORMATS = (".csv", ".json", ".jsonl", ".parquet")
-"""The names of files that can be a dataset."""
+"""Suffixes of files that can be a dataset."""
 
 
 def read_dataset(
@@ -279,9 +264,14 @@ def read_dataset(
     key: str = "",
     on_bad: Callable[[TaskError], None] | None = None,
 ) -> Iterator[Row]:
-    """The rows of one split, or under one key of a .json file.
+    """Yield the rows of a Hugging Face dataset: from the hub, or a local file or folder.
 
-    A single file has only the split `train`. `on_bad` is told of lines that are no row.
+        read_dataset("openai/gsm8k", subset="main", split="test")
+        read_dataset("claims.csv")
+        read_dataset("mmlu.json", key="test")
+
+    A single file has only the split `train`. .csv, .json and .jsonl files need no package and pass
+    lines that are not a row to `on_bad`; the package `datasets` reads everything else.
     """
     path = expanded(dataset)
     if key and not (path.is_file() and path.suffix == ".json"):
@@ -331,7 +321,7 @@ def _read_with_datasets(dataset: str, path: Path, *, subset: str, split: str) ->
             else:
                 rows = datasets.load_dataset(str(dataset), name=subset or None, split=split)
         except datasets.exceptions.DatasetGenerationError as error:
-            # Its own sentence says only that an error occurred.
+            # The error's own message says only that an error occurred.
             raise error.__cause__ or error from None
     for number, fields in enumerate(rows, start=1):
         yield Row(where=f"{dataset} [{split}] row {number}", fields=fields)

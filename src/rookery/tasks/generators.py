@@ -1,17 +1,16 @@
-"""Generated tasksets: made from words and a seed, the same on every machine, nothing to download.
+"""Tasksets generated from words and a seed: equal on every machine, with nothing to download.
 
     arithmetic, letter-reversal, unit-conversion, json-slots     plain skills
     label-*                                                      tasks that interfere
+    mark-*                                                       the same, each with its own labels
 
-Every `label-` task asks for the label of an item and all of them answer with the same two words,
-red and blue, each by a rule of its own, which the prompt names and does not give away:
+Each `label-` task labels an item red or blue by its own rule, which the prompt only names:
 
     Task: size      Item: elephant     -> red     (big)
     Task: living    Item: elephant     -> blue    (an animal)
     Task: alphabet  Item: elephant     -> red     (e is in the first half)
 
-A model trained on one of them answers the others wrongly, so a merge of such models has something
-to lose and something to win.
+A model trained on one task answers the others wrongly, which makes merging such models hard.
 """
 
 import hashlib
@@ -48,14 +47,13 @@ __all__ = [
 ]
 
 
-# The words that the generated tasksets are made of: lower case, each in one list of a pair only.
-#
-# Words that fit both lists of a pair (bat as animal and object, table in English and French) are
-# left out, so that every label is decidable, and so are those that hold a label (red deer).
+# Words for the generated tasksets, in lower case. Every label is decidable: words that fit both
+# lists of a pair (bat is an animal and an object, table is English and French) are left out. So are
+# words that contain a label (red deer).
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Comma-separated items, which may have spaces inside."""
+    """Split comma-separated items, which may contain spaces."""
     return tuple(" ".join(item.split()) for item in text.split(","))
 
 
@@ -219,7 +217,7 @@ CITIES = _words("""
 
 
 LABELS = ("red", "blue")
-"""The one vocabulary of all `label-` tasks."""
+"""Labels shared by all `label-` tasks."""
 
 Item = TypeVar("Item")
 Fields = dict[str, object]
@@ -241,7 +239,7 @@ WORDS = tuple(
         if word.isascii() and word.isalpha()
     )
 )
-"""Every English item of one word, once."""
+"""Every English item that is a single word, without repetition."""
 
 UNITS = {
     ("kilometers", "meters"): 1000,
@@ -258,7 +256,7 @@ UNITS = {
     ("pounds", "ounces"): 16,
     ("dollars", "cents"): 100,
 }
-"""How many of the second unit one of the first is."""
+"""(larger unit, smaller unit) -> smaller units in one larger unit."""
 
 PERSON_SCHEMA = {
     "type": "object",
@@ -274,16 +272,16 @@ PERSON_SCHEMA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """How one generated taskset is made and judged."""
+    """Content and scorer of one generated taskset."""
 
     summary: str
     draw: Callable[[int], Iterator[Fields]]
-    """Seed -> the fields of every item there is, each once, in the order of that seed."""
+    """Seed -> the fields of every possible item, each once, in an order fixed by the seed."""
     scorer: ScorerConfig
 
 
 def generate(name: str, *, size: int, seed: int) -> Iterator[Row]:
-    """The first `size` rows of a generator. A larger size begins with the same rows."""
+    """Yield the first `size` rows of a generator. A larger size begins with the same rows."""
     rows = list(islice(GENERATORS[name].draw(seed), size))
     if len(rows) < size:
         raise TaskError(f"{name} has {len(rows)} different tasks, and size is {size}: lower size.")
@@ -292,7 +290,7 @@ def generate(name: str, *, size: int, seed: int) -> Iterator[Row]:
 
 
 def _arithmetic(seed: int) -> Iterator[Fields]:
-    # 47 + 38 and 38 + 47 are one task: the two of them would fall into two splits.
+    # 47 + 38 and 38 + 47 are one task: as two they could fall into different splits.
     pairs = [(a, b) if (a + b) % 2 else (b, a) for a in range(10, 100) for b in range(a, 100)]
     for a, b in _shuffled(pairs, seed=seed):
         prompt = f"What is {a} + {b}? Answer with the number only."
@@ -332,7 +330,7 @@ def _label(
     blue: Sequence[str],
     labels: tuple[str, str] = LABELS,
 ) -> Generator:
-    """A task whose items alternate between the labels for as long as both last."""
+    """Make a labelling task. Items alternate between the labels until one list is exhausted."""
 
     def draw(seed: int) -> Iterator[Fields]:
         orders = (_shuffled(red, seed=seed), _shuffled(blue, seed=seed))
@@ -352,7 +350,7 @@ def _label(
 
 
 def _shuffled(items: Sequence[Item], *, seed: int) -> Iterator[Item]:
-    """All items in an order that the seed fixes for every version of Python."""
+    """Yield all items in an order that depends only on the seed, not on the Python version."""
     yield from sorted(items, key=lambda i: hashlib.blake2b(f"{seed}/{i!r}".encode()).digest())
 
 
@@ -395,7 +393,7 @@ GENERATORS: dict[str, Generator] = {
     ),
     "label-sentiment": _label("sentiment", red=POSITIVE, blue=NEGATIVE),
     "label-size": _label("size", red=BIG_ANIMALS, blue=SMALL_ANIMALS),
-    # The same rules with labels of their own: adapters of these can be merged, those above clash.
+    # The same rules with different labels: adapters for these can be merged without conflict.
     "mark-kind": _label("kind", red=FRUITS, blue=TOOLS, labels=("red", "blue")),
     "mark-language": _label("language", red=FRENCH, blue=ENGLISH, labels=("left", "right")),
     "mark-living": _label(

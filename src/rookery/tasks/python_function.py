@@ -1,9 +1,8 @@
-"""Functions of the user, named in a config: `file.py:function`, or `package.module:function`.
+"""User functions, named in a config as `file.py:function` or `package.module:function`.
 
     reward = find_function("my_rewards.py:politeness", what="scorer")
 
-The one place where a name in a config becomes an import: here the user names code of his own, which
-no dict of ours can list.
+This is the only place where a config value becomes an import, since no dict can list user code.
 """
 
 import hashlib
@@ -36,7 +35,7 @@ __all__ = [
 
 
 LARGEST = 1e100
-"""A number of a user's function: sums and squares of larger ones would not be finite."""
+"""Largest number a user function may return: sums and squares stay finite."""
 
 
 def _check_name(value: str) -> str:
@@ -49,17 +48,17 @@ def _check_name(value: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_check_name)]
-"""`path/to/file.py:function`, or `package.module:function` of what is installed."""
+"""`path/to/file.py:function`, or `package.module:function` of an installed package."""
 
 
 def function_from_folder(name: str, folder: Path) -> str:
-    """The name with the path in it, if any, taken from a folder."""
+    """Resolve the file in a function name, if any, relative to a folder."""
     place, _, function = name.rpartition(":")
     return f"{expanded(place, folder).resolve()}:{function}" if place.endswith(".py") else name
 
 
 def find_function(spec: str, *, what: str) -> Callable[..., Any]:
-    """Import the function; TaskError says why that fails. `what` it is: a scorer, a game."""
+    """Import the function; TaskError if that fails. `what` ("scorer", "game") is for messages."""
     place, _, name = spec.rpartition(":")
     module = _load_file(Path(place), what) if place.endswith(".py") else _import(place, what)
     function = vars(module).get(name)
@@ -75,7 +74,7 @@ def find_function(spec: str, *, what: str) -> Callable[..., Any]:
 
 
 def read_source(spec: str, *, what: str) -> bytes:
-    """The file that the function is in, as it is now; empty where there is none."""
+    """Return the present bytes of the file that holds the function; b"" if there is no file."""
     place, _, _ = spec.rpartition(":")
     path = place if place.endswith(".py") else getattr(_import(place, what), "__file__", None)
     if path is None:
@@ -86,20 +85,19 @@ def read_source(spec: str, *, what: str) -> bytes:
 
 
 def finite_number(returned: object) -> float | None:
-    """What a function returned, as a float; None when it is no number, or not between -LARGEST and
-    LARGEST."""
+    """Convert a returned value to float; None unless it is a number from -LARGEST to LARGEST."""
     if not isinstance(returned, Real):
         return None
     try:
         number = float(returned)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return number if abs(number) <= LARGEST else None  # a NaN is not below it either
+    return number if abs(number) <= LARGEST else None  # False for NaN too
 
 
 @contextmanager
 def exits_as_errors(what: str) -> Iterator[None]:
-    """A function that calls exit() fails, and does not end the program around it."""
+    """Turn a call of exit() in user code into a TaskError, so that it cannot end the program."""
     try:
         yield
     except SystemExit as error:
@@ -109,10 +107,10 @@ def exits_as_errors(what: str) -> Iterator[None]:
 
 
 def shown(returned: object) -> str:
-    """What a function returned, for an error message: `nan (float)`."""
+    """Format a returned value for an error message: `nan (float)`."""
     kind = type(returned).__name__
     if isinstance(returned, int) and returned.bit_length() > 1024:
-        return f"a number of more than 300 digits ({kind})"  # repr refuses the longest ones
+        return f"a number of more than 300 digits ({kind})"  # repr refuses more than 4300 digits
     return f"{returned!r:.80} ({kind})"
 
 
@@ -131,7 +129,7 @@ def _load_file(path: Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look the module up there
     with boundary(TaskError, f"Reading the {what} file {path}"):
         spec.loader.exec_module(module)
     return module

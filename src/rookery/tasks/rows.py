@@ -1,4 +1,4 @@
-"""One row of a file or a dataset -> one Task, or an error that names the row and what it lacks.
+"""Turns one row of a file or dataset into a Task, or into an error that names the row and problem.
 
     {"prompt": "2+2=", "answer": "4"}
     {"messages": [{"role": "user", "content": "2+2="}], "reference": 4}
@@ -6,8 +6,8 @@
     {"prompt": "2+2=", "choices": ["3", "4"], "answer": 1}
     {"prompt": "2+2=", "choices": {"A": "3", "B": "4"}, "answer": "B"}
 
-Which field is what is settled by the config, or else by the usual names on the first usable row;
-every other row must have the same fields, and no further one of a usual name.
+The config assigns roles to fields; otherwise the usual names on the first usable row do. All other
+rows must have the same fields, and no additional field with a usual name.
 """
 
 import hashlib
@@ -26,8 +26,7 @@ from rookery.types import Json, Message, Task
 __all__ = ["FieldsConfig", "Row", "RowReader", "require_plain"]
 
 MAX_DEPTH = 100
-"""Lists and objects inside one another in a row: far more than data has, and few enough for every
-program that walks them."""
+"""Limit on nested lists and objects in a row: far above real data, safe for recursive programs."""
 
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "problem"),
@@ -41,48 +40,49 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class FieldsConfig(Config):
-    """Names of the row's fields. An empty one is looked for under the usual names."""
+    """Names of the row's fields. If a name is empty, the usual names are tried."""
 
     prompt: str = ""
-    """The question, a text or a list of messages. Usual names: prompt, question, problem."""
+    """Field with the question: a text or messages. Usual names: prompt, question, problem."""
     messages: str = ""
-    """A chat instead of a prompt: a list of {role, content}. An assistant's last message is the
-    reference when there is no field for one. Usual name: messages."""
+    """Field with a chat instead of a prompt: a list of {role, content}. If no field holds the
+    reference, the assistant's last message is the reference. Usual name: messages."""
     reference: str = ""
-    """What the scorer compares with. Usual names: reference, answer, completion."""
+    """Field with the right answer. Usual names: reference, answer, completion."""
     choices: str = ""
-    """A list of texts, {A: ..., B: ...} or {text: [...], label: [...]}. Usual name: choices."""
+    """Field with [text, ...], {A: ..., B: ...} or {text: [...], label: [...]}. Usual name: choices.
+    """
     id: str | None = ""
-    """A text or whole number, unique in the file; without one it is made from the content. Usual
-    name: id. `null` makes ids although there is a field `id`: for files that repeat them."""
+    """Field with a text or whole number that is unique in the file. Usual name: id. Without the
+    field, or with `null`, ids are made from the content. Use `null` if the file repeats ids."""
     group: str = ""
-    """The question of a row. Rows of one question are in the same split and count as one cluster
-    in intervals. Empty: rows of equal prompt are one question."""
+    """Field that tells questions apart. Rows of one question are in the same split and count as one
+    cluster in intervals. Empty: rows with equal prompts are one question."""
     weight: str = ""
-    """A number from 0 on: how much a row counts. It weighs answers in sft, advantages in grpo, and
-    the means of the search and select tasks; reports count every row alike. Rows of 0 are left out.
-    Empty: 1."""
+    """Field with the weight of a row, 0 or more. It weighs answers in sft, advantages in grpo, and
+    means over search and select tasks; reports weigh all rows equally. Rows of weight 0 are left
+    out. Empty: every row has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The fields of one row, and the place that errors name: "data.jsonl line 17"."""
+    """The fields of one row, and its place for error messages: "data.jsonl line 17"."""
 
     where: str
     fields: Mapping[str, object]
 
 
 class RowReader:
-    """Reads rows that have the fields of the first one; a TaskError when that one has no prompt."""
+    """Reads rows with the same fields as the first; TaskError if the first has no prompt."""
 
     def __init__(self, fields: FieldsConfig, *, prompt_template: str, first: Row) -> None:
-        # A template makes the prompt: fields that look like one are then its material.
+        # With a template, fields that look like a prompt are only its input.
         names = {"prompt": "", "messages": ""} if prompt_template else {}
         named = fields.model_dump(exclude=set(names))
         for role, name in named.items():
             names[role] = _find_name(role, name, first)
         self._names = names
-        # Config names are the user's choice: only what was looked for can have been overlooked.
+        # Only roles without a configured field can be overlooked in later rows.
         looked_for = [role for role, name in named.items() if name == ""]
         self._other_names = {
             name: role
@@ -111,7 +111,7 @@ class RowReader:
             )
 
     def read(self, row: Row, *, source: str) -> Task:
-        """The task of a row; its id begins with the name of the taskset, `source`."""
+        """Return the task of a row; its id begins with the taskset's name, `source`."""
         self._require_none_ignored(row)
         prompt, last_turn = self._prompt(row)
         reference = _as_json(self._value(row, "reference"), row, "reference")
@@ -140,16 +140,16 @@ class RowReader:
 
     @property
     def has_ids(self) -> bool:
-        """Whether rows carry their own ids."""
         return bool(self._names["id"])
 
     def open_fields(self, row: Row) -> dict[str, object]:
-        """What a prompt may show of the row: not the reference, which messages may end with."""
+        """Return the fields a prompt may show: without the reference, and without `messages`, which
+        may end with the reference."""
         hidden = {self._names["reference"], self._names["messages"]}
         return {name: value for name, value in row.fields.items() if name not in hidden}
 
     def _group(self, row: Row) -> str:
-        """The row's group as text, "" when the data has none."""
+        """Return the row's group as JSON text; "" if the taskset has no group field."""
         if not self._names["group"]:
             return ""
         return json.dumps(_as_json(self._value(row, "group"), row, "group"), sort_keys=True)
@@ -171,7 +171,7 @@ class RowReader:
         return row.fields[name]
 
     def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
-        """The prompt, and the assistant's last turn if it came with one."""
+        """Return the prompt, and the final assistant message of a chat if there is one."""
         if self._template is not None:
             return render_prompt_template(self._template, row.fields, where=row.where), None
         role = "prompt" if self._names["prompt"] else "messages"
@@ -235,7 +235,7 @@ class RowReader:
 
 
 def _find_name(role: str, named: str | None, first: Row) -> str:
-    """The field of a role on the first row, "" when the rows have none or it is not wanted."""
+    """Return the field of a role on the first row; "" if it has none, or if `named` is None."""
     if named is None:
         return ""
     if named:
@@ -256,7 +256,7 @@ def _find_name(role: str, named: str | None, first: Row) -> str:
 
 
 def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, object]:
-    """The choices and the labels that the row itself gives them; None where it gives none.
+    """Return a row's choices and their labels; None for either that the row lacks.
 
     ["3", "4"] -> ["3", "4"], None; {"A": "3", "B": "4"} -> ["3", "4"], ["A", "B"]
     """
@@ -266,7 +266,7 @@ def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, object]:
         case {"text": list() as texts, **others}:
             return texts, others.get("label")
         case dict():
-            # Columns of a dataset have every row's letters; those of other rows are null here.
+            # A dataset column has the letters of all rows; letters of other rows are null here.
             named = {label: text for label, text in value.items() if text is not None}
             return list(named.values()) or None, list(named)
     return None, None
@@ -284,7 +284,7 @@ def _message(item: object, row: Row, name: str) -> Message:
 
 
 def _unwrap_completion(reference: Json) -> Json:
-    """[{"role": "assistant", "content": "4"}] -> "4"; everything else as it is."""
+    """[{"role": "assistant", "content": "4"}] -> "4"; everything else is unchanged."""
     match reference:
         case [{"role": "assistant", "content": str(content)}]:
             return content
@@ -300,10 +300,8 @@ def _content_id(
 
 
 def require_plain(fields: Mapping[str, object], *, where: str) -> None:
-    """Refuse what a JSON parser lets through and no file, hash or tokenizer takes.
-
-    Lone halves of surrogate pairs, numbers beyond the range of floats, and nesting without end.
-    """
+    """Raise TaskError for values that JSON parsers accept but files, hashes or tokenizers do not:
+    lone surrogates, numbers beyond the range of floats, and very deep nesting."""
     level: list[object] = [fields]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []

@@ -1,14 +1,13 @@
-"""Which tasks a search, a selection and a report may see: disjoint, and the same every time.
+"""Assigns tasks to the disjoint splits search, select and report, reproducibly.
 
-A task's split is a hash of its question: its group, where rows have groups, else its prompt. It
-does not depend on the other rows, on their order, on ids or on the name of the taskset, so adding
-rows moves none, and a question that is there twice, under two ids, is in one split only. Case,
-spacing and Unicode form of prompts are ignored.
+A hash of a task's question decides its split. The question is the group if rows have groups, else
+the prompt; case, spacing and Unicode form are ignored. Other rows, row order, ids and the taskset's
+name have no influence: adding rows moves none, and a question that occurs twice is in one split.
 
     split_of(split_key("2+2="), SplitsConfig()) -> "report"
 
-Tasksets of unequal fractions place one question differently. Those of one run are settled together:
-a question that several of them have is in the latest of its splits, and report is the latest.
+Tasksets with different fractions may place a question differently. Within a run, `latest_splits`
+moves a shared question to the latest of its splits; the order is search, select, report.
 """
 
 import hashlib
@@ -40,19 +39,19 @@ SPLITS: tuple[SplitName, ...] = ("search", "select", "report")
 
 
 class SplitsConfig(Config):
-    """How much of a taskset each split gets; the three sum to 1."""
+    """Fraction of a taskset in each split; the three sum to 1."""
 
     search: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Read as often as a loop likes."""
+    """Fraction of tasks that a loop may read at any time."""
     select: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Read to choose among the candidates that were found."""
+    """Fraction of tasks for choosing among the candidates of the search."""
     report: float = Field(default=0.3, ge=0.0, le=1.0)
-    """Read once, at the end."""
+    """Fraction of tasks that are read once, at the end."""
     salt: str = "rookery"
-    """Another salt is another assignment, for repeating an experiment."""
+    """A different salt gives a different assignment, to repeat an experiment."""
     hidden: tuple[SplitName, ...] = ()
-    """Splits whose tasks are left out, as they are another run's: `report` for a search whose
-    result is measured elsewhere."""
+    """Splits whose tasks are left out because another run uses them. Example: `report`, if another
+    run measures the result of this search."""
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> Self:
@@ -65,44 +64,44 @@ class SplitsConfig(Config):
         return self
 
     def fraction(self, name: SplitName) -> float:
-        """Of all rows; 0 of a hidden split."""
+        """Fraction of all rows that is available in a split; 0 if the split is hidden."""
         return 0.0 if name in self.hidden else self.share(name)
 
     def share(self, name: SplitName) -> float:
-        """Of all rows, with those that are left out."""
+        """Fraction of all rows that belongs to a split, hidden or not."""
         return {"search": self.search, "select": self.select, "report": self.report}[name]
 
 
 def split_key(prompt: str | tuple[Message, ...]) -> str:
-    """What decides the split: the prompt's words. A text equals the one message that holds it."""
+    """Return the prompt's normalised words. A text and a single message with it have equal keys."""
     texts = (prompt,) if isinstance(prompt, str) else tuple(m.content for m in prompt)
     return "\n".join(_same_words(text) for text in texts)
 
 
 def content_key(task: Task) -> str:
-    """What two tasks have in common that ask the same: prompt and choices, in whatever order."""
+    """Return a key that is equal for tasks with equal prompts and equal sets of choices."""
     return "\n".join([split_key(task.prompt), *sorted(map(_same_words, task.choices))])
 
 
 def question_of(task: Task) -> str:
-    """Tasks of equal question are in one split, and in an interval they are not independent."""
+    """Return the key of a task's question. Its tasks share a split and are one cluster."""
     return task.group or split_key(task.prompt)
 
 
 def split_of(key: str, splits: SplitsConfig) -> SplitName:
-    """The split of a key, by where its hash falls in 0..1."""
+    """Return the split of a key, from the position of its hash in [0, 1)."""
     place = hash_fraction(key, salt=f"split/{splits.salt}")
     used = [name for name in SPLITS if splits.share(name) > 0.0]
-    reached = 0.0
+    end = 0.0
     for name in used[:-1]:
-        reached += splits.share(name)
-        if place < reached:
+        end += splits.share(name)
+        if place < end:
             return name
     return used[-1]
 
 
 def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) -> list[SplitName]:
-    """One split for tasks that share a key, directly or through others: the latest of theirs.
+    """Give tasks that share a key, directly or through other tasks, the latest of their splits.
 
     latest_splits([("a",), ("a", "b"), ("b",), ("c",)], ["search", "report", "select", "search"])
         -> ["report", "report", "report", "search"]
@@ -115,11 +114,11 @@ def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) ->
 
 
 def join_keys(keys: Sequence[Sequence[str]]) -> list[str]:
-    """One key for those that share a key, directly or through others.
+    """Return one representative key per item; items that share keys, even indirectly, get the same.
 
     join_keys([("a",), ("a", "b"), ("b",), ("c",)]) -> ["a", "a", "a", "c"]
     """
-    parent = {key: key for own_keys in keys for key in own_keys}
+    parent = {key: key for item_keys in keys for key in item_keys}
 
     def root(key: str) -> str:
         while parent[key] != key:
@@ -130,11 +129,11 @@ def join_keys(keys: Sequence[Sequence[str]]) -> list[str]:
     for first, *others in keys:
         for other in others:
             parent[root(other)] = root(first)
-    return [root(own_keys[0]) for own_keys in keys]
+    return [root(item_keys[0]) for item_keys in keys]
 
 
 def hash_fraction(text: str, *, salt: str) -> float:
-    """A number in [0, 1) that the text and the salt determine."""
+    """Hash a text and a salt to a number in [0, 1)."""
     digest = hashlib.blake2b(
         text.encode("utf-8", "surrogatepass"), key=hashlib.blake2b(salt.encode()).digest()
     ).digest()

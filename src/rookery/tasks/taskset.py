@@ -1,8 +1,8 @@
-"""Tasksets: many tasks with their scorer, their sampling and their splits.
+"""Tasksets: tasks with their scorer, sampling parameters and splits.
 
 load_taskset(JsonlConfig(path="gsm8k.jsonl", scorer=NumericConfig()))
 load_taskset_file("gsm8k.jsonl")                              guesses fields and scorer
-load_taskset_file("gsm8k.jsonl?bad_rows=skip&limit=100")      any value of the config
+load_taskset_file("gsm8k.jsonl?bad_rows=skip&limit=100")      sets any config value
 load_taskset_file("gsm8k.yaml")                               a TasksetConfig
 load_taskset_file("hf://datasets/openai/gsm8k?subset=main&split=test")
 load_taskset_file("generated:arithmetic?size=500&seed=1")
@@ -71,22 +71,23 @@ __all__ = [
 BadRowsPolicy = Literal["refuse", "skip"]
 
 NUM_EXAMPLES = 3
-"""Sentences about bad rows that are kept: enough to see a pattern, few enough to read."""
+"""Error messages about bad rows that are kept: enough to see a pattern, few enough to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTask:
-    """A task and its place: "data.jsonl line 17"."""
+    """A task with the place and fields of its row."""
 
     task: Task
     where: str
+    """Place for error messages: "data.jsonl line 17"."""
     fields: Mapping[str, object]
-    """Of the row, without the one that holds the reference."""
+    """Fields that a prompt may show: without the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedRows:
-    """The rows that were left out: how many of how many, and what is wrong with the first."""
+    """Counts of the skipped rows and of all rows, and the first NUM_EXAMPLES error messages."""
 
     num_skipped: int = 0
     num_rows: int = 0
@@ -94,20 +95,19 @@ class SkippedRows:
 
 
 class BadRows:
-    """The rows that cannot be used, while a taskset is read."""
+    """Collects the unusable rows while a taskset is read."""
 
     def __init__(self) -> None:
         self._count = 0
         self._examples: list[str] = []
 
     def add(self, error: TaskError) -> None:
-        """Count one row."""
         self._count += 1
         if len(self._examples) < NUM_EXAMPLES:
             self._examples.append(f"{str(error).rstrip('.')}.")
 
     def settle(self, policy: BadRowsPolicy, *, num_good: int) -> SkippedRows:
-        """What was skipped; a TaskError when rows are refused, or none is left."""
+        """Return the skipped rows; TaskError if the policy refuses them or no good row is left."""
         num_rows = self._count + num_good
         if self._count and not num_good:
             raise TaskError(
@@ -134,9 +134,9 @@ def read_tasks(
     bad: BadRows,
     complaint: Callable[[Task], str],
 ) -> list[ReadTask]:
-    """The tasks of all rows that fit; the others are added to `bad`.
+    """Return the tasks of all usable rows; add the errors of the others to `bad`.
 
-    The first row that can be read, and of whose task there is no `complaint`, settles the fields.
+    The first row that can be read and whose task has no `complaint` determines the fields.
     """
     settled: RowReader | None = None
     read: list[ReadTask] = []
@@ -164,7 +164,7 @@ def read_tasks(
 
 
 def _renamed(task: Task, row: Row, count: int, places: Mapping[str, str], *, has_ids: bool) -> Task:
-    """A row that is there `count` times gets the next number; a given id twice is an error."""
+    """Number a row whose content occurred `count` times before; TaskError if the row has an id."""
     if has_ids:
         name = task.id.removeprefix(f"{task.source}/")
         raise TaskError(
@@ -185,51 +185,51 @@ def _require_one_group(grouped: dict[str, tuple[str, str]], task: Task, row: Row
 
 
 class SamplingConfig(Config):
-    """How the answers of a taskset are drawn; greedy unless told."""
+    """How a taskset's answers are sampled; greedy by default."""
 
     max_tokens: int = Field(default=256, ge=1)
     """Longest answer, in tokens."""
     temperature: float = Field(default=0.0, ge=0.0)
-    """0 is greedy. Training loops set their own."""
+    """Sampling temperature; 0 is greedy. Training loops set their own."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the most likely tokens that make up this much; 1 keeps every token."""
+    """Sample from the most likely tokens whose probabilities sum to this; 1 keeps every token."""
     top_k: int = Field(default=0, ge=0)
-    """Draw from this many most likely tokens; 0 keeps every token."""
+    """Sample from this many most likely tokens; 0 keeps every token."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Drop tokens less likely than this part of the most likely one."""
+    """Drop tokens whose probability is below this fraction of the most likely token's."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end an answer, and are not part of it."""
+    """Texts that end an answer. They are not part of the answer."""
 
     def params(self) -> SamplingParams:
         return SamplingParams(**self.model_dump())
 
 
 class TasksetOptions(Config):
-    """What every kind of taskset has."""
+    """Options of every kind of taskset."""
 
     name: str = ""
-    """Begins the ids of its tasks. Empty: the name of the file, the dataset or the generator."""
+    """Prefix of the task ids. Empty: the name of the file, the dataset or the generator."""
     scorer: ScorerConfig | None = None
-    """Empty: the generator's own; for data, `choice` when rows have choices, `numeric` when every
-    reference has a `####`, else `exact`."""
+    """How answers are judged. Empty: the generator's scorer; for data, `choice` if rows have
+    choices, `numeric` if every reference has a `####`, else `exact`."""
     sampling: SamplingConfig = SamplingConfig()
     weight: float = Field(default=1.0, gt=0.0)
-    """Its part in a mean over several tasksets."""
+    """Weight of this taskset in means over several tasksets."""
     splits: SplitsConfig = SplitsConfig()
     limit: int | None = Field(default=None, ge=1)
-    """At most this many tasks, a fixed random draw of them that does not depend on row order."""
+    """Keep at most this many tasks, drawn pseudo-randomly and independently of row order."""
 
 
 class RowsOptions(TasksetOptions):
-    """What tasksets made of rows have besides."""
+    """Additional options of tasksets made of rows."""
 
     fields: FieldsConfig = FieldsConfig()
     bad_rows: BadRowsPolicy = "refuse"
-    """What rows do that cannot be used (a field missing, an id twice, a reference that the scorer
-    cannot judge): `refuse` ends the loading, `skip` leaves them out and reports how many."""
+    """Action on unusable rows (a missing field, a repeated id, a reference that the scorer cannot
+    judge). `refuse` stops loading; `skip` leaves them out and reports how many."""
     prompt_template: str = ""
-    """jinja2 over the row's fields, `Q: {{ question }}\\nA:`; it makes the prompt in place of
-    fields.prompt and fields.messages."""
+    """jinja2 template over the row's fields: `Q: {{ question }}\\nA:`. It makes the prompt and
+    replaces fields.prompt and fields.messages."""
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
@@ -248,7 +248,7 @@ class JsonlConfig(RowsOptions):
 
     type: Literal["jsonl"] = "jsonl"
     path: Path
-    """From the current folder; in a config file, from the folder of that file."""
+    """Path of the file, relative to the current folder or to the folder of the config file."""
 
 
 class HfConfig(RowsOptions):
@@ -256,26 +256,26 @@ class HfConfig(RowsOptions):
 
     type: Literal["hf"] = "hf"
     dataset: str = Field(min_length=1)
-    """Its id on the hub, such as openai/gsm8k, or a local csv, json, jsonl or parquet file, or a
-    folder of them or of `save_to_disk`."""
+    """Id on the hub, such as openai/gsm8k; or a local csv, json, jsonl or parquet file, a folder of
+    such files, or a folder written by `save_to_disk`."""
     subset: str = ""
-    """Its configuration, where it has several: `main`."""
+    """Configuration of the dataset if it has several: `main`."""
     split: str = "train"
-    """The dataset's own split, which is then split into search, select and report."""
+    """Split of the dataset to load, which is then divided into search, select and report."""
     key: str = ""
-    """Where the rows are in a .json file that holds an object of several lists: `test`."""
+    """Name of the list of rows in a .json file with several lists: `test`."""
 
 
 class GeneratedConfig(TasksetOptions):
-    """Tasks made from a seed."""
+    """Tasks generated from a seed."""
 
     type: Literal["generated"] = "generated"
     generator: str
-    """arithmetic, letter-reversal, ...: the keys of `GENERATORS`."""
+    """Name of the generator: arithmetic, letter-reversal, ... (the keys of `GENERATORS`)."""
     size: int = Field(default=200, ge=1)
-    """How many tasks. A larger size with the same seed has the smaller one's tasks and more."""
+    """Number of tasks. A larger size with the same seed contains the tasks of a smaller one."""
     seed: int = 0
-    """All random numbers follow from it."""
+    """Seed of the random order from which the first `size` tasks are taken."""
 
     @field_validator("generator")
     @classmethod
@@ -299,7 +299,7 @@ KINDS: dict[str, type[GeneratedConfig | HfConfig | JsonlConfig]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taskset:
-    """Tasks in the order of their rows, and all that is needed to put and judge them."""
+    """Tasks in the order of their rows, and everything needed to sample and judge answers."""
 
     name: str
     tasks: tuple[Task, ...]
@@ -309,13 +309,13 @@ class Taskset:
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     skipped: SkippedRows = field(default_factory=SkippedRows)
     moved: Mapping[str, SplitName] = field(default_factory=dict)
-    """By task id, the split of tasks that another taskset of the run has too: see `join_splits`."""
+    """Task id -> new split, for tasks that `join_splits` moved."""
     fields: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """By task id, the fields of its row but the reference; empty unless they were asked for."""
+    """Task id -> fields of its row except the reference; empty unless loaded `with_fields`."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that a report must show: rows that were skipped, tasks that were moved."""
+        """Sentences that a report must show: about skipped rows and moved tasks."""
         notes = []
         if self.skipped.num_skipped:
             notes.append(
@@ -333,9 +333,9 @@ class Taskset:
         return tuple(notes)
 
     def split(self, name: SplitName | Literal["all"]) -> tuple[Task, ...]:
-        """The tasks of one split; "all" is for tasks of no search, such as a plain evaluation.
+        """Return the tasks of one split; "all" is for uses without a search, such as an evaluation.
 
-        A split of fraction 0 is empty. One that should have tasks and has none is a TaskError.
+        A split of fraction 0 is empty. TaskError if any other split is empty.
         """
         if name == "all":
             return self.tasks
@@ -364,12 +364,12 @@ class Taskset:
         )
 
     def own_split(self, task: Task) -> SplitName:
-        """The split that this taskset alone gives a task."""
+        """Return a task's split before `join_splits`."""
         return split_of(question_of(task), self.splits)
 
     def split_keys(self) -> list[tuple[str, ...]]:
-        """By task, what makes it the same question as another: its content, its group if any, and
-        its prompt, unless several groups share that: then it does not tell questions apart."""
+        """Return the keys of each task; tasks that share a key are one question. A task's keys are
+        its content, its group if any, and its prompt unless several groups share the prompt."""
         prompts = [f"prompt {split_key(task.prompt)}" for task in self.tasks]
         groups = defaultdict(set)
         for prompt, task in zip(prompts, self.tasks, strict=True):
@@ -385,8 +385,8 @@ class Taskset:
 
 
 def load_taskset(config: TasksetConfig, *, with_fields: bool = False) -> Taskset:
-    """Read, check and split a taskset. Bad rows are refused or skipped as the config says.
-    `with_fields`: keep what else the rows hold, for prompts that are written later."""
+    """Read and check a taskset; `bad_rows` decides about unusable rows. `with_fields` keeps the
+    rows' other fields, for prompts that are written later."""
     taskset, fields = _load(config)
     return dataclasses.replace(taskset, fields=fields) if with_fields else taskset
 
@@ -409,16 +409,16 @@ def _load(config: TasksetConfig) -> tuple[Taskset, dict[str, Mapping[str, object
 
 
 def load_tasksets(configs: Iterable[TasksetConfig]) -> list[Taskset]:
-    """The tasksets of one run: a question that several of them have is in one split of all."""
+    """Load the tasksets of one run, with shared questions in the same split (`join_splits`)."""
     return join_splits([load_taskset(config) for config in configs])
 
 
 def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
-    """The tasksets with every question in one split of all: the latest that any of them gives it.
+    """Place every question in the same split of all tasksets: the latest that any assigns to it.
 
-    Of search, select and report, report is the latest: what one taskset reports on, no other one
-    searches on. Tasks of equal prompts or equal groups are one question, but prompts that several
-    groups of a taskset share. Idempotent.
+    The order is search, select, report: no taskset searches on a question that another reports on.
+    Tasks with equal prompts or groups are one question; a prompt that several groups of a taskset
+    share does not count. Idempotent.
     """
     splits = [taskset.own_split(task) for taskset in tasksets for task in taskset.tasks]
     keys = [row for taskset in tasksets for row in taskset.split_keys()]
@@ -432,14 +432,14 @@ def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
 
 
 def load_taskset_file(path_or_spec: str, *, with_fields: bool = False) -> Taskset:
-    """A taskset as the command line names one: a file, `hf://datasets/ID` or `generated:NAME`."""
+    """Load a taskset from a command-line name: a file, `hf://datasets/ID` or `generated:NAME`."""
     return load_taskset(taskset_config(path_or_spec), with_fields=with_fields)
 
 
 def _assemble(
     config: TasksetConfig, rows: Iterable[Row], bad: BadRows, *, name: str, origin: str
 ) -> tuple[Taskset, dict[str, Mapping[str, object]]]:
-    """The taskset, and the fields of each task's row."""
+    """Return the taskset, and the fields of each task's row by task id."""
     name = config.name or name
     options = RowsOptions() if isinstance(config, GeneratedConfig) else config
     read = read_tasks(
@@ -494,14 +494,14 @@ def _scorer(config: TasksetConfig, tasks: Sequence[Task], is_all: bool = True) -
 
 
 def _draw(read: Sequence[ReadTask], limit: int) -> list[ReadTask]:
-    # By id and not by what decides the split: else a limit would draw the search split alone.
+    # Draw by id, not by the hash that decides splits: a limit would keep only the search split.
     ids = [item.task.id for item in read]
     kept = set(sorted(ids, key=lambda name: (hash_fraction(name, salt="limit"), name))[:limit])
     return [item for item in read if item.task.id in kept]
 
 
 def taskset_config(spec: str) -> TasksetConfig:
-    """The config of a taskset as the command line names it."""
+    """Return the config for a command-line name of a taskset."""
     kind, _, rest = spec.partition(":")
     if kind == "generated":
         name, pairs = _query(rest)
@@ -526,15 +526,15 @@ def taskset_config(spec: str) -> TasksetConfig:
 
 
 def options_start(spec: str, folder: Path = Path()) -> int:
-    """Where the options of a file or a folder begin; its length if it has none. Names hold `?`
-    too: what is there comes first."""
+    """Return the index of the `?` before the options; the length if there are none. File names may
+    contain `?`: the longest existing path is the name."""
     ends = [place for place, char in enumerate(spec) if char == "?"]
-    there = (end for end in (len(spec), *ends) if end and _is_there(folder, spec[:end]))
+    there = (end for end in (len(spec), *ends) if end and _exists(folder, spec[:end]))
     return next(there, ends[0] if ends else len(spec))
 
 
-def _is_there(folder: Path, name: str) -> bool:
-    return os.path.exists(folder / os.path.expanduser(name))  # an option may be too long for a path
+def _exists(folder: Path, name: str) -> bool:
+    return os.path.exists(folder / os.path.expanduser(name))  # False for names that are too long
 
 
 def _query(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -560,7 +560,7 @@ def _read_config(path: Path, pairs: Sequence[tuple[str, str]]) -> TasksetConfig:
 
 
 def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
-    """The config with the paths in it taken from the folder of its file."""
+    """Resolve the paths in a config relative to a folder."""
     update: dict[str, object] = {}
     if isinstance(config, JsonlConfig):
         update["path"] = expanded(config.path, folder).resolve()

@@ -1,13 +1,12 @@
-"""Task -> tokens of one model, and back: a tokenizer with its chat template.
+"""A tokenizer with its chat template: encodes tasks as tokens of one model, and decodes answers.
 
     template = load_template("models/smollm2")
     template.encode(task)                          the prompt, ready to be continued
-    template.encode_choice(task, choice="red")     prompt and choice, and where the choice starts
+    template.encode_choice(task, choice="red")     prompt and choice, and index of the choice
     template.decode(completion.tokens)
 
-Messages go through the tokenizer's chat template. A prompt that is plain text becomes one user
-message when `chat`, which is the default for tokenizers with a chat template, and is otherwise
-encoded as it is.
+Messages go through the tokenizer's chat template. If `chat` is set, a plain-text prompt becomes one
+user message; otherwise it is encoded unchanged. Tokenizers with a chat template set it by default.
 """
 
 import unicodedata
@@ -33,18 +32,15 @@ __all__ = [
     "render_prompt_template",
 ]
 
-# Prompts written as jinja2 templates: `Q: {{ question }}` over the fields of a row.
-#
-# Templates run in jinja2's sandbox, a name that is not a field is an error, and nothing is escaped.
-
-
+# Prompt templates such as `Q: {{ question }}` run in jinja2's sandbox, fail on unknown fields and
+# escape nothing.
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
 )
 
 
 def check_prompt_template(source: str) -> str:
-    """The source itself; ValueError when it does not parse or uses no field."""
+    """Return the source; ValueError if it does not parse or uses no field."""
     try:
         names = find_undeclared_variables(_ENVIRONMENT.parse(source))
     except jinja2.TemplateError as error:
@@ -65,7 +61,7 @@ def compile_prompt_template(source: str) -> jinja2.Template:
 def render_prompt_template(
     template: jinja2.Template, fields: Mapping[str, object], *, where: str
 ) -> str:
-    """The prompt of one row; `where` names the row in the error."""
+    """Render the prompt of one row; `where` names the row in errors."""
     try:
         return template.render(fields)
     except jinja2.UndefinedError as error:
@@ -79,7 +75,7 @@ def render_prompt_template(
 
 
 MAX_CACHED_PROMPTS = 65_536
-"""A search puts the same tasks to thousands of candidates; encoding each once is enough."""
+"""Prompts that a template caches: a search gives the same tasks to thousands of candidates."""
 
 
 class SpecialToken(Protocol):
@@ -92,7 +88,7 @@ class SpecialToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     chat_template: str | dict[str, str] | None
     eos_token_id: int | None
@@ -123,10 +119,12 @@ class Tokenizer(Protocol):
 
 
 class Template:
-    """Encodes tasks for one tokenizer. Encoded prompts are kept, equal prompts encode once."""
+    """Encodes tasks for one tokenizer, and caches encoded prompts.
+
+    `chat` None: True if the tokenizer has a chat template.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool | None = None) -> None:
-        """`chat` None: as the tokenizer has a chat template or not."""
         if chat and not tokenizer.chat_template:
             raise ModelError(
                 "chat=True needs a chat template and this tokenizer has none: "
@@ -138,7 +136,7 @@ class Template:
         self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
 
     def encode(self, task: Task) -> TokenIds:
-        """The prompt's tokens, with the opening of the assistant's turn when it is a chat."""
+        """Return the prompt's tokens; a chat ends with the opening of the assistant's turn."""
         with boundary(
             TaskError, f"Task {task.id}: the chat template", foreign=(jinja2.TemplateError,)
         ):
@@ -150,14 +148,13 @@ class Template:
     def encode_chat(
         self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
     ) -> TokenIds:
-        """Tokens of a chat, with the opening of the assistant's turn. Not kept: for chats that are
-        not asked again."""
+        """Return a chat's tokens up to the opening of the assistant's turn. Not cached."""
         return self.encode_text(self.render_chat(messages, tools=tools))
 
     def render_chat(
         self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
     ) -> str:
-        """The text of a chat, with the opening of the assistant's turn."""
+        """Return a chat's text up to the opening of the assistant's turn."""
         with boundary(TaskError, "The chat template", foreign=(jinja2.TemplateError,)):
             text = self._render(messages, tools)
             if tools and text == self._render(messages):
@@ -168,17 +165,17 @@ class Template:
         return text
 
     def special_text(self, token: int) -> str:
-        """How a chat template writes a special token; empty for every other token."""
+        """Return the text of a special token; "" for any other token."""
         added = self._tokenizer.added_tokens_decoder.get(token)
         return added.content if added is not None and added.special else ""
 
     def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
-        """Tokens of prompt and choice, and the index of the choice's first one.
+        """Return the tokens of prompt and choice, and the index of the choice's first token.
 
-        The choice follows a chat prompt directly, since there the model starts its turn. It follows
-        a plain prompt after one space, unless one of them has whitespace there or the tokenizer has
-        no space. TaskError for a choice that the tokenizer cannot write. The prompt's tokens are
-        always an exact prefix. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
+        The choice follows a chat prompt directly, since the model's turn starts there. It follows a
+        plain prompt after one space, unless either has whitespace there or the tokenizer has no
+        space. TaskError if the tokenizer cannot write the choice. The prompt's tokens are always an
+        exact prefix. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
         """
         prompt = self.encode(task)
         tokens: TokenIds = ()
@@ -195,7 +192,7 @@ class Template:
         )
 
     def decode(self, tokens: TokenIds) -> str:
-        """The text of tokens; end-of-text and other special tokens leave none."""
+        """Return the text of tokens, without end-of-text and other special tokens."""
         return self._decode(tokens, skip_special=True)
 
     def _decode(self, tokens: TokenIds, *, skip_special: bool) -> str:
@@ -204,9 +201,9 @@ class Template:
         )
 
     def without_special(self, text: str) -> str:
-        """The text without the strings that this tokenizer reads as special tokens."""
+        """Remove all strings that this tokenizer would read as special tokens."""
         before = ""
-        while before != text:  # a removal can join two halves into a new one
+        while before != text:  # a removal can join two halves into a new special token
             before = text
             for special in self._special:
                 text = text.replace(special, "")
@@ -234,37 +231,37 @@ class Template:
         )
 
     def encode_opening(self, text: str) -> TokenIds:
-        """Tokens of a plain text that nothing comes before: with the special token that begins
-        every text, where the tokenizer has one."""
+        """Return the tokens of a plain text at the start of a context, with the tokenizer's
+        begin-of-text token if it has one."""
         tokens = tuple(self._tokenizer.encode(text, add_special_tokens=True))
-        # Some tokenizers end every text with end-of-text, after which there is nothing to say.
+        # Some tokenizers append end-of-text, after which a model has nothing to continue.
         has_ended = len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id
         return tokens[:-1] if has_ended and self.encode_text(text)[-1:] != tokens[-1:] else tokens
 
     def encode_text(self, text: str) -> TokenIds:
-        """Tokens of a text as it is, with nothing before or after it."""
+        """Return the tokens of a text without added special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _is_plain(self, task: Task) -> bool:
         return isinstance(task.prompt, str) and not self.chat
 
     def _continuations(self, task: Task, choice: str) -> tuple[str, ...]:
-        """How the choice may follow its prompt, the preferred text first."""
+        """Return the texts by which the choice may follow its prompt, preferred first."""
         is_apart = str(task.prompt)[-1:].isspace() or choice[:1].isspace()
         return (f" {choice}", choice) if self._is_plain(task) and not is_apart else (choice,)
 
     def _encode_after(self, task: Task, prompt: TokenIds, text: str) -> TokenIds:
-        """As the tokenizer reads the text behind its prompt; by itself where a token would span the
-        border, since the prompt's tokens are what the model is given."""
+        """Encode the text in the context of its prompt. If a token would span the border, encode it
+        alone, since the prompt's tokens are fixed."""
         if self._is_plain(task):
             whole = self.encode_opening(f"{task.prompt}{text}")
             if whole[: len(prompt)] == prompt:
                 return whole[len(prompt) :]
-        # SentencePiece tokenizers put a space before every text by themselves.
+        # SentencePiece tokenizers prepend a space to every text.
         return self.encode_text(text.removeprefix(" ") if self._prepends_space() else text)
 
     def _reads_back(self, tokens: TokenIds, text: str) -> bool:
-        """Whether nothing of the text was lost, but for case, spaces and forms of a character."""
+        """Return whether the tokens decode to the text, up to case, spacing and Unicode form."""
         decoded = self._decode(tokens, skip_special=False)
         return _essence(decoded) == _essence(text)
 
@@ -278,7 +275,7 @@ def _essence(text: str) -> str:
 
 
 def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Template:
-    """The template of a model folder's tokenizer; a name such as owner/model is a model's id."""
+    """Load the tokenizer of a model folder, or of a hub id if no such folder exists."""
     folder = expanded(model_folder)
     is_id = isinstance(model_folder, str) and not model_folder.startswith((".", "/", "~"))
     if not folder.is_dir() and not is_id:

@@ -1,6 +1,6 @@
 """LoRA adapters as data: read and write PEFT folders, hash, stack, merge, mutate.
 
-Folders and versions are named here; an operator is imported from its own module, for example
+This package exports folders and versions. Import an operator from its own module, for example
 `from rookery.weights.merge import merge`.
 """
 

@@ -1,10 +1,10 @@
 """PEFT folders: `adapter_config.json` + `adapter_model.safetensors`, read and written exactly.
 
     adapter = read_adapter("adapters/poet")
-    write_adapter(adapter, "out/poet")      # peft and vLLM load it as it is
+    write_adapter(adapter, "out/poet")      # peft and vLLM load the folder unchanged
 
-What is read is a plain LoRA: anything else in the folder (DoRA, biases, whole modules, embeddings)
-would be lost silently, so it is refused with an error.
+Only plain LoRA can be read. Anything else in the folder (DoRA, biases, whole modules, embeddings)
+is refused with an error, because it would be lost silently.
 """
 
 import hashlib
@@ -32,27 +32,21 @@ from rookery.types import Adapter, LoraFactors
 __all__ = ["adapter_version", "make_adapter", "read_adapter", "write_adapter", "write_merged"]
 
 
-# The content hash of LoRA weights, and the one way to build an Adapter that carries it.
-#
-# adapter = make_adapter("poet", base="smollm2", factors={"model.layers.0.mlp.up_proj": factors})
-# adapter.version  # "3fa94c01d2e8b7a6"
-
-
 _VERSION_BYTES = 8
-"""16 hex characters: among a million adapters two agree by chance with probability 3e-8."""
+"""16 hex characters: a million adapters contain a collision with probability 3e-8."""
 
 
 def make_adapter(name: str, *, base: str, factors: Mapping[str, LoraFactors]) -> Adapter:
-    """An adapter whose layers are in sorted order and whose version is the hash of its weights."""
+    """Build an adapter with layers sorted by name and the version of `adapter_version`."""
     ordered = {layer: factors[layer] for layer in sorted(factors)}
     return Adapter(name=name, base=base, factors=ordered, version=adapter_version(ordered))
 
 
 def adapter_version(factors: Mapping[str, LoraFactors]) -> str:
-    """16 hex characters over layer names, scales, shapes, dtypes and bytes.
+    """Hash layer names, scales, shapes, dtypes and bytes to 16 hex characters.
 
-    The order of the mapping, strides and the device do not matter. The same delta written with
-    another rank or dtype is another version: a server may round it otherwise.
+    Mapping order, strides and device do not matter. The same delta with another rank or dtype is
+    another version, because a server may round it differently.
     """
     digest = hashlib.blake2b(digest_size=_VERSION_BYTES)
     for layer in sorted(factors):
@@ -75,25 +69,25 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCALES = "rookery_scales"
-"""Metadata key of the safetensors file: scales that alpha / rank cannot express bit for bit."""
+"""Metadata key of the safetensors file: scales that alpha / rank cannot express exactly."""
 _RECORDED = TypeAdapter(dict[str, float])
 _BASE = "rookery_base"
-"""Metadata key of the safetensors file: the base's name where the config has one to load."""
+"""Metadata key of the safetensors file: the adapter's base, if the config has a loadable name."""
 _SCALE_TOLERANCE = 1e-12
-"""A recorded scale that differs by more than rounding lost against a later edit of lora_alpha."""
+"""Largest difference at which a recorded scale counts; beyond it, lora_alpha was edited later."""
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
 )
 _BASE_COPY = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens)\.base_layer\.weight")
-"""The base model's own output layer or embeddings, frozen: `save_pretrained` adds them when the
-output layer is adapted (`save_embedding_layers`). peft and vLLM have them from the base model."""
+"""Frozen copies of the base model's output layer or embeddings, which `save_pretrained` adds if the
+output layer is adapted (`save_embedding_layers`). peft and vLLM take them from the base model."""
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-"""Named initialisations that leave the base model as it is; the others (pissa, olora, corda,
-loftq, lora_ga) change the base weights, and their factors mean nothing on the original base."""
+"""Named initialisations that keep the base weights. The others (pissa, olora, corda, loftq,
+lora_ga) change them, so their factors are useless on the original base."""
 
 
 class _PeftConfig(BaseModel):
-    """The fields of PEFT's LoraConfig that decide what the factors mean."""
+    """Fields of PEFT's LoraConfig that determine the meaning of the factors."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -135,9 +129,9 @@ class _PeftConfig(BaseModel):
 
 
 def read_adapter(path: str | Path, *, name: str | None = None) -> Adapter:
-    """The adapter in a PEFT folder, on the CPU in its own dtype; `name` defaults to the folder's.
+    """Read a PEFT folder, on the CPU in its own dtype; `name` defaults to the folder's name.
 
-    AdapterError when the folder is not a plain, finite, complete LoRA.
+    AdapterError unless the folder holds a plain, finite, complete LoRA.
     """
     folder = expanded(path)
     for file in (_CONFIG, _TENSORS):
@@ -159,8 +153,8 @@ def read_adapter(path: str | Path, *, name: str | None = None) -> Adapter:
 def write_adapter(adapter: Adapter, path: str | Path) -> Path:
     """Write the folder atomically (built beside `path`, then renamed) and return it.
 
-    An adapter folder already there is replaced; any other folder or file there is an AdapterError.
-    Weights keep their dtype; files are readable by other users (0644), for servers run by them.
+    An existing adapter folder is replaced; AdapterError for any other existing file or folder.
+    Weights keep their dtype. Files get mode 0644, since a server may run as another user.
     """
     folder = Path(path)
     if not adapter.factors:
@@ -234,7 +228,7 @@ def _foreign_features(config: _PeftConfig) -> Iterable[tuple[bool, str, str]]:
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """All tensors of the adapter, and the scales that `write_adapter` recorded."""
+    """Return the adapter's tensors, and the scales that `write_adapter` recorded."""
     foreign = (OSError, ValueError, SafetensorError)
     with (
         boundary(AdapterError, f"{file} is not a readable safetensors file", foreign=foreign),
@@ -247,7 +241,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]
 
 
 def _own_base_name(file: Path, named: str) -> str:
-    """The name that the adapter had for its base, unless the config was given another since."""
+    """Return the recorded base name, unless the config was edited to name another base."""
     with safe_open(str(file), framework="pt") as handle:
         recorded = (handle.metadata() or {}).get(_BASE, "")
     return recorded if recorded and loadable_model(recorded) == named else named
@@ -341,7 +335,7 @@ def _require_finite(lora: LoraFactors, *, layer: str, where: str) -> None:
 
 
 def _match(pattern: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
-    """The first pattern that is a suffix of the layer name at a dot, as peft and vLLM do."""
+    """Return the value of the first pattern that is a dotted suffix of the name, as in peft."""
     for key, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({key})$", layer):
             return value
@@ -355,7 +349,7 @@ def _is_replaceable(folder: Path) -> bool:
 def _write_files(adapter: Adapter, folder: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for layer, lora in adapter.factors.items():
-        # Cloned because safetensors refuses tensors that share storage, as views of a stack do.
+        # Clone: safetensors refuses tensors that share storage, such as views of a stack.
         tensors[f"{_PREFIX}{layer}.lora_A.weight"] = lora.a.detach().cpu().contiguous().clone()
         tensors[f"{_PREFIX}{layer}.lora_B.weight"] = lora.b.detach().cpu().contiguous().clone()
     config = _peft_config(adapter)
@@ -372,14 +366,14 @@ def _write_files(adapter: Adapter, folder: Path) -> None:
 
 
 def _let_all_read(folder: Path) -> None:
-    """safetensors lets the owner alone read its files; a server may be another user's."""
+    """Make files world-readable: safetensors writes 0600, but a server may run as another user."""
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)
 
 
 def _sort_metadata(file: Path) -> None:
-    """safetensors writes the entries in any order; of equal adapters the files are to be equal."""
+    """Sort the metadata, which safetensors does not: equal adapters must give equal files."""
     with file.open("r+b") as handle:
         size = int.from_bytes(handle.read(8), "little")
         header = json.loads(handle.read(size))
@@ -390,10 +384,10 @@ def _sort_metadata(file: Path) -> None:
 
 
 def _peft_config(adapter: Adapter) -> dict[str, Any]:
-    """Layers are named in full, so that exactly these are hit whatever the base model holds.
+    """Build the config. Full layer names match exactly these layers in any base model.
 
-    Rank and alpha of the widest layer are the defaults, patterns name the others: when all layers
-    share one scale, a server that ignores alpha_pattern still applies the right one.
+    The layer of highest rank sets r and lora_alpha; patterns cover the others. If all layers share
+    one rank and scale, a server that ignores alpha_pattern still applies the right scale.
     """
     factors = adapter.factors
     widest = max(factors.values(), key=lambda lora: lora.a.shape[0])
@@ -426,7 +420,7 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def _alpha(lora: LoraFactors) -> float:
-    """scale * rank, as an integer where it is one: older servers read lora_alpha as an int."""
+    """Return scale * rank, as an int if it is whole: older servers read lora_alpha as an int."""
     alpha = lora.scale * lora.a.shape[0]
     return int(alpha) if alpha == int(alpha) else alpha
 
@@ -450,7 +444,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def write_merged(model: Path, adapter: Adapter, target: Path) -> None:
-    """Write the model folder anew with the adapter in its weights; `target` must not exist."""
+    """Write a copy of the model folder with the adapter merged in; `target` must not exist."""
     files = sorted(model.glob("*.safetensors"))
     if not files:
         raise AdapterError(f"{model} has no .safetensors files to merge {adapter.name!r} into.")
@@ -475,20 +469,20 @@ def write_merged(model: Path, adapter: Adapter, target: Path) -> None:
 
 
 def _has_head(file: Path) -> bool:
-    """Whether the output layer is in it; a model without one in any file uses its embeddings."""
+    """Return whether the file has the output layer; a model without one uses its embeddings."""
     with safe_open(str(file), framework="pt") as handle:
         return f"{_HEAD}.weight" in handle.keys()  # noqa: SIM118
 
 
 def _merge(tensors: dict[str, torch.Tensor], left: dict[str, LoraFactors]) -> None:
-    """Add what is left to these tensors, and take it out."""
+    """Merge the factors in `left` for these tensors, and remove them from `left`."""
     for name in [name for name in left if f"{name}.weight" in tensors]:
         tensors[f"{name}.weight"] = _sum(tensors[f"{name}.weight"], left.pop(name))
 
 
 def _merge_head(tensors: dict[str, torch.Tensor], left: dict[str, LoraFactors]) -> bool:
-    """Give a model that has none an output layer of its own, if the adapter has one and the
-    embeddings are here."""
+    """Add an output layer to a tied model, if the adapter adapts it and `tensors` has the
+    embeddings; return whether it was added."""
     embeddings = next((name for name in tensors if name.endswith(_EMBEDDINGS)), None)
     if _HEAD not in left or embeddings is None or tensors[embeddings].ndim != 2:
         return False
@@ -507,7 +501,7 @@ def _sum(weight: torch.Tensor, factors: LoraFactors) -> torch.Tensor:
 
 
 def _untie(model: Path, target: Path, file: str) -> None:
-    """Tell that the output layer has weights of its own, and where they are."""
+    """Record in the config and the index that the output layer has its own weights in `file`."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config, indent=2))

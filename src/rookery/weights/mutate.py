@@ -1,10 +1,10 @@
-"""Mutation on two levels: whether a candidate changes, and which of its numbers do.
+"""Gaussian mutation of adapters, and noise from seeds for evolution strategies.
 
     mutation = mutate(adapter, method=GaussianConfig(gene_rate=0.1), key=(seed, generation, child))
     mutation.adapter, mutation.sigma
 
-`sigma` is the candidate's own strength: it changes, and is inherited, where children are planned
-(`search.children.SigmaConfig`). A `sigma` of the method is used instead, for all candidates alike.
+`sigma` is the candidate's own noise strength, which children inherit with changes
+(`search.children.SigmaConfig`). If the method has a `sigma`, it applies to all candidates instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,33 +34,31 @@ __all__ = [
     "unrounded",
 ]
 
-# Gaussian noise named by a seed, for evolution strategies: replayed, never stored.
+# For evolution strategies, a seed names Gaussian noise, which is drawn again and never stored:
 #
 #     nearby = perturb(adapter, seed=(7, step, member), sigma=0.01)
 #     moved = accumulate(adapter, seeds=seeds, amounts=[rate * u for u in utilities])
 #
-# A member of the population is eight bytes of seed; its noise is drawn again when its utility is
-# known. Memory is one layer of noise at a time.
+# Memory holds one layer's noise at a time.
 
 
 def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
-    """Every number of both factors plus sigma * eps(seed). Negative sigma is the mirrored member.
+    """Add sigma * eps(seed) to every number of both factors. Negative sigma gives the mirror image.
 
-    The noise depends on the seed and the layer's name and shape alone, so that it is the same for
-    every adapter of a layout.
+    The noise depends only on the seed and the layer's name and shape, not on the adapter.
     """
     return accumulate(adapter, seeds=[seed], amounts=[sigma])
 
 
 def accumulate(adapter: Adapter, *, seeds: Sequence[Key], amounts: Sequence[float]) -> Adapter:
-    """The adapter plus sum_i amounts[i] * eps(seeds[i]), summed in float32 in the given order."""
+    """Add sum_i amounts[i] * eps(seeds[i]), in float32 and in the given order."""
     return rounded(unrounded(adapter.factors, seeds=seeds, amounts=amounts), like=adapter)
 
 
 def unrounded(
     factors: Mapping[str, LoraFactors], *, seeds: Sequence[Key], amounts: Sequence[float]
 ) -> dict[str, LoraFactors]:
-    """The sum of `accumulate` in float32. Going on from it later gives the same bits as one sum."""
+    """Return the sum of `accumulate` in float32. Continuing from it gives the bits of one sum."""
     if len(seeds) != len(amounts):
         raise AdapterError(
             f"Got {len(seeds)} seeds and {len(amounts)} amounts; give one amount per seed."
@@ -69,7 +67,7 @@ def unrounded(
 
 
 def rounded(factors: Mapping[str, LoraFactors], *, like: Adapter) -> Adapter:
-    """An adapter of these factors, in the dtypes, and with the name and base, of another."""
+    """Make an adapter of these factors with the dtypes, name and base of `like`."""
     cast = {
         layer: replace(lora, a=lora.a.to(like.factors[layer].a.dtype),
                        b=lora.b.to(like.factors[layer].b.dtype))
@@ -93,7 +91,7 @@ def _moved(
 
 
 def spread(adapter: Adapter) -> float:
-    """Root mean square of all numbers of an adapter; 1 / 100 when they are all zero."""
+    """Return the root mean square of an adapter's numbers; 0.01 if they are all zero."""
     tensors = [t for f in adapter.factors.values() for t in (f.a, f.b)]
     total = sum(float(t.double().square().sum()) for t in tensors)
     size = sum(t.numel() for t in tensors)
@@ -101,7 +99,7 @@ def spread(adapter: Adapter) -> float:
 
 
 class GaussianConfig(Config):
-    """Add normal noise to a random part of the numbers of both factors."""
+    """Add normal noise to a random fraction of the numbers of both factors."""
 
     type: Literal["gaussian"] = "gaussian"
     candidate_rate: float = Field(default=1.0, ge=0, le=1)
@@ -109,18 +107,18 @@ class GaussianConfig(Config):
     gene_rate: float = Field(default=1.0, ge=0, le=1)
     """Probability that one number of a changed candidate is changed."""
     sigma: float | None = Field(default=None, ge=0)
-    """Standard deviation of the noise, for every candidate; null takes the candidate's own."""
+    """Standard deviation of the noise for every candidate; null uses each candidate's own sigma."""
     relative: bool = True
-    """Count sigma in standard deviations of each tensor; false takes it as it is."""
+    """Multiply sigma by the standard deviation of each tensor; false uses sigma unchanged."""
 
 
 _SIGMA = 0.1
-"""The strength where neither the method nor the candidate has one."""
+"""Default sigma if neither the method nor the candidate has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """What came of one candidate: another adapter, or the one given."""
+    """Result of a mutation: a new adapter, or the unchanged one, and the sigma used."""
 
     adapter: Adapter
     sigma: float
@@ -129,9 +127,9 @@ class Mutation:
 def mutate(
     adapter: Adapter, *, method: GaussianConfig, key: Key, sigma: float | None = None
 ) -> Mutation:
-    """The candidate changed, or left alone by the coin of `candidate_rate`.
+    """Mutate a candidate with probability `candidate_rate`.
 
-    Every layer draws from its own stream: the change of one does not depend on the others.
+    Every layer has its own random stream, so its change does not depend on other layers.
     """
     strength = next((chosen for chosen in (method.sigma, sigma) if chosen is not None), _SIGMA)
     if bulk_stream("mutate", *key).random() >= method.candidate_rate:
@@ -156,9 +154,9 @@ def _gaussian(
 
 
 def _spreads(lora: LoraFactors) -> tuple[float, float]:
-    """Standard deviations of a and b about zero; a factor that is all zero takes the other's.
+    """Return the root mean squares of a and b; an all-zero factor takes the other's.
 
-    The b of a fresh adapter is zero: noise relative to its own spread could never move it.
+    The b of a new adapter is zero, and noise relative to zero could never change it.
     """
     fresh = 1 / sqrt(3 * lora.a.shape[1])
     spread_a = float(lora.a.detach().float().square().mean().sqrt())

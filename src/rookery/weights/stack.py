@@ -1,11 +1,11 @@
-"""A population of adapters as one tensor [P, D]: what the operators of a generation work on.
+"""A population of adapters as one tensor [P, D], on which the operators of a generation work.
 
     population = stack(adapters)                    # data [P, D], one row per adapter
     population.a("model.layers.0.mlp.up_proj")      # view [P, rank, in]
     unstack(population, names=["poet", "clerk"])    # adapters again
 
-Adapters of different ranks and different layers share one layout: smaller ranks are filled with
-zeros, absent layers are zero, and all scales become one. None of it changes a delta W.
+Adapters of different ranks and layers share one layout: smaller ranks are padded with zeros, absent
+layers are zero, and all layers get one common scale. This changes no delta W.
 """
 
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ __all__ = [
 
 
 _ALIGNMENT = 64
-"""Every factor starts at a multiple of this many numbers (256 bytes), so that vector instructions
-never straddle two of them; the gaps are zero."""
+"""Every factor starts at a multiple of this many numbers (256 bytes), so that no vector instruction
+straddles two factors; the gaps are zero."""
 
 
 class LayerShape(NamedTuple):
-    """One linear layer of the base model: its name and sizes."""
+    """Name and sizes of one linear layer of the base model."""
 
     name: str
     num_in: int
@@ -56,7 +56,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which layers are adapted, with which rank and scale: the shape that a population shares.
+    """The shape that a population shares: adapted layers, rank and scale.
 
     `Layout(base="smollm2", layers=(LayerShape("model.layers.0.mlp.up_proj", 576, 1536),), rank=8,
     scale=2.0)`
@@ -68,11 +68,11 @@ class Layout:
     rank: int
     scale: float = 1.0
     dtype: torch.dtype = torch.float32
-    """Of the adapters that are made from it; a stack itself is always float32."""
+    """Dtype of adapters made from this layout; a stack itself is always float32."""
 
 
 class Place(NamedTuple):
-    """Where one factor of one layer lies in a row: `row[start:stop].view(shape)`."""
+    """Position of one layer's factor in a row: `row[start:stop].view(shape)`."""
 
     layer: str
     factor: str
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 @lru_cache(maxsize=64)
 def places(layout: Layout) -> tuple[Place, ...]:
-    """The factors of a row in order: a, then b, layer after layer."""
+    """Return the places of a row's factors in order: a, then b, layer after layer."""
     placed, start = [], 0
     for layer in layout.layers:
         for factor, shape in (
@@ -105,7 +105,7 @@ class Stack:
     data: torch.Tensor
     """[P, D] float32."""
     ranks: tuple[tuple[int, ...], ...]
-    """Per row and layer, the rank without the zeros it was filled with; 0 where it is absent."""
+    """Rank per row and layer, without the padding; 0 if the layer is absent."""
 
     def a(self, layer: str) -> torch.Tensor:
         """[P, rank, in], a view."""
@@ -116,7 +116,6 @@ class Stack:
         return self._view(layer, "b")
 
     def to(self, device: torch.device | str) -> "Stack":
-        """The same rows on a device."""
         return replace(self, data=self.data.to(device))
 
     def _view(self, layer: str, factor: str) -> torch.Tensor:
@@ -130,7 +129,7 @@ def _index(layout: Layout) -> dict[tuple[str, str], Place]:
 
 
 def empty_stack(layout: Layout, *, num_rows: int, device: torch.device | str = "cpu") -> Stack:
-    """Rows of zeros at full rank, to be filled."""
+    """Make rows of zeros at full rank, to be filled."""
     width = max((place.stop for place in places(layout)), default=0)
     width = -(-width // _ALIGNMENT) * _ALIGNMENT
     return Stack(
@@ -141,9 +140,9 @@ def empty_stack(layout: Layout, *, num_rows: int, device: torch.device | str = "
 
 
 def layout_of(adapters: Sequence[Adapter]) -> Layout:
-    """The smallest layout that holds all of them; AdapterError when they cannot share one.
+    """Return the smallest layout that holds all adapters; AdapterError if they cannot share one.
 
-    The scale is the first adapter's first; the dtype is theirs if they agree, else float32.
+    The scale is that of the first adapter's first layer; the dtype is the common one, else float32.
     """
     bases = {loadable_model(a.base): a.base for a in reversed(adapters) if a.base}
     if len(bases) > 1:
@@ -176,7 +175,7 @@ def layout_of(adapters: Sequence[Adapter]) -> Layout:
 
 
 def stack(adapters: Sequence[Adapter], *, layout: Layout | None = None) -> Stack:
-    """Copy adapters into one [P, D] tensor. Scales that differ from the layout's go into b."""
+    """Copy adapters into one [P, D] tensor. A scale that differs from the layout's goes into b."""
     shared = layout or layout_of(adapters)
     filled = empty_stack(shared, num_rows=len(adapters))
     for layer in shared.layers:
@@ -202,9 +201,9 @@ def _rank(lora: LoraFactors | None) -> int:
 
 
 def unstack(population: Stack, *, names: Sequence[str]) -> list[Adapter]:
-    """One adapter per row, in the layout's dtype, without the zeros that filled the rank.
+    """Make one adapter per row, in the layout's dtype, without the padding of the rank.
 
-    Adapters of one scale come back bit for bit: `unstack(stack(x), names) == x`.
+    For adapters of one scale the round trip is exact: `unstack(stack(x), names) == x`.
     """
     layout = population.layout
     if len(names) != population.data.shape[0]:
@@ -228,23 +227,17 @@ def unstack(population: Stack, *, names: Sequence[str]) -> list[Adapter]:
     ]
 
 
-# Draws for weights: normal numbers, and the places of rare coins.
-#
-# normal(bulk_stream("init", layer, seed), [16, 576])
-
-
 def normal(rng: np.random.Generator, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal float32 on the CPU, drawn by one thread: 8 ns a number."""
+    """Draw standard normal float32 numbers on the CPU in one thread, at 8 ns per number."""
     return torch.from_numpy(rng.standard_normal(tuple(shape), dtype=np.float32))
 
 
 def bernoulli_positions(
     rng: np.random.Generator, *, num_places: int, rate: float
 ) -> NDArray[np.int64]:
-    """The ascending places where independent coins of probability `rate` fall on heads.
+    """Return, ascending, the positions at which independent trials of probability `rate` succeed.
 
-    Only the heads are drawn: the gaps between them are geometric, so a rate of 0.01 costs a
-    hundredth of a full mask.
+    Only the gaps between successes are drawn: a rate of 0.01 costs a hundredth of a full mask.
     """
     if rate >= 1:
         return np.arange(num_places, dtype=np.int64)
@@ -262,18 +255,17 @@ def bernoulli_positions(
 
 
 def zero_adapter(layout: Layout, *, name: str, seed: Key) -> Adapter:
-    """delta W = 0: b is zero, a is drawn as PEFT draws it, uniform within 1 / sqrt(in).
+    """Make an adapter with delta W = 0: b is zero, a is uniform within 1 / sqrt(in), as in PEFT.
 
-    Were both factors zero, no small change of either could move the product away from zero.
+    If both factors were zero, a small change of one would leave the product zero.
     """
     return _draw(layout, name=name, seed=seed, size=0.0)
 
 
 def random_adapter(layout: Layout, *, name: str, seed: Key, size: float = 1e-3) -> Adapter:
-    """A small random delta W whose entries have standard deviation `size`.
+    """Make an adapter with a random delta W whose entries have standard deviation `size`.
 
-    Weights of a language model have a standard deviation of 0.02 to 0.1: the default is felt and
-    does no harm.
+    Language models' weights have a standard deviation of 0.02 to 0.1: the default is harmless.
     """
     return _draw(layout, name=name, seed=seed, size=size)
 

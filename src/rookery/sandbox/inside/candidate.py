@@ -1,13 +1,13 @@
-"""One candidate's processes, from the fork of the server to the last line of its result.
+"""The processes of one candidate, from the server's fork to the last line of the result.
 
     server ── monitor ── init ── evaluator, program   (own namespaces: init is process 1 in them)
-    server ── monitor ── evaluator, program           (none: Landlock keeps them from the server)
+    server ── monitor ── evaluator, program           (no namespaces: Landlock shields the server)
 
-The evaluator's process holds the descriptor of the result, and no other can read its memory; the
-program runs beside it and is called over a socket. With `isolate` off both are one process.
+Only the evaluator's process holds the result descriptor, and no other process can read its memory.
+It calls the program, in a second process, over a socket. Without `isolate` both are one process.
 
-Who started the two reaps, and reports how they ended. When init ends the kernel ends all the others
-in its namespace. The monitor only waits for init and takes it along when it is killed.
+The parent of these two reaps them and reports how they ended. When init ends, the kernel kills
+everything in its namespace. The monitor only waits for init; if the monitor is killed, init dies.
 """
 
 import functools
@@ -34,17 +34,17 @@ from .proxy import PROGRAM_ENDED, ProgramProxy
 __all__ = ["Descriptors", "start_candidate"]
 
 
-# Random generators start from one seed in every process of a candidate.
+# Every process of a candidate starts its random generators from the same seed.
 #
-# `random`, `numpy.random` and `torch` are seeded if they are imported, else as soon as they are:
-# what a candidate draws does not depend on the worker, nor on what the server has drawn before.
+# `random`, `numpy.random` and `torch` are seeded now if already imported, otherwise on import. The
+# draws of a candidate then depend neither on the worker nor on earlier draws of the server.
 
 
 Note = Callable[[str, tuple[Any, ...]], None]
 
 
 def seed_generators(seed: int, note: Note | None = None) -> None:
-    """`note` is told of every later call of `seed`, as (module, arguments)."""
+    """Seed the known modules. Every later call of their `seed` calls `note(module, args)`."""
     load = SourceFileLoader.exec_module
 
     def seed_if_known(module: ModuleType) -> None:
@@ -80,7 +80,7 @@ def _seed_random(module: ModuleType, seed: int) -> None:
 
 
 def _seed_numpy(module: ModuleType, number: int) -> None:
-    """Also generators that a program makes without a seed, each with one of its own."""
+    """Seed the global generator, and give each unseeded `default_rng()` its own derived seed."""
     vars(module)["seed"](number % 2**32)
     numbers = itertools.count()
     default_rng = vars(module)["default_rng"]
@@ -106,13 +106,13 @@ _SEED: dict[str, Callable[[ModuleType, int], None]] = {
 OPEN_FILES = 1024
 FORK_S = 5.0
 PROGRAM_END_S = 1.0
-"""How long a program may take to end after its evaluator has; then it is killed."""
+"""Grace period for the program's process after its evaluator has ended; then it is killed."""
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptors:
-    """Where a candidate's result and output go; how it ended, as text; what it must not have."""
+    """Descriptors for a candidate: result, output, exit status as text, and those to close."""
 
     result: int
     output: int
@@ -121,7 +121,7 @@ class Descriptors:
 
 
 def start_candidate(module: ModuleType, settings: Settings, to: Descriptors) -> int:
-    """Fork; the parent gets the process id."""
+    """Fork a candidate and return its process id; the child never returns."""
     child = _fork_when_possible()
     if child:
         return child
@@ -148,7 +148,7 @@ def _be_init(module: ModuleType, settings: Settings, to: Descriptors) -> None:
 
 def _run(module: ModuleType, settings: Settings, to: Descriptors) -> None:
     """Start the evaluator's process and the program's, and report how they ended."""
-    is_hidden = settings["isolation"] in ("namespaces", "jail")  # the others show no /proc/PID
+    is_hidden = settings["isolation"] in ("namespaces", "jail")  # elsewhere /proc/PID is not shown
     isolation.hide_memory(is_hidden)
     path = _write_program(Path(settings["scratch"]), settings)
     ours, theirs = socket.socketpair()
@@ -182,13 +182,13 @@ def _run(module: ModuleType, settings: Settings, to: Descriptors) -> None:
 
 
 def _confine(settings: Settings, to: Descriptors) -> None:
-    """What holds for both processes: their output, place, limits and rights."""
+    """Redirect output, enter the scratch folder, and drop rights, in either process."""
     os.close(to.status)
     os.dup2(to.output, 1)
     os.dup2(to.output, 2)
     os.close(to.output)
     if settings["isolation"] != "none":
-        # A signal to its own group must not reach init and the monitor.
+        # A signal that a process sends to its own group must not reach init and the monitor.
         os.setsid()
         _set_oom_score()
     os.chdir(settings["scratch"])
@@ -203,7 +203,7 @@ def _confine(settings: Settings, to: Descriptors) -> None:
 def _evaluate(
     module: ModuleType, path: str, settings: Settings, result: int, control: socket.socket
 ) -> None:
-    """The evaluator's functions, on the program in the other process or in this one."""
+    """Run the evaluator on the program, which lives in the other process if `isolate` is set."""
     names = [] if isinstance(settings["program"], str) else settings["program"]
     proxy = ProgramProxy(
         control,
@@ -233,7 +233,7 @@ def _evaluate(
 
 
 def _write_program(scratch: Path, settings: Settings) -> str:
-    """The program's file, or its folder; what the evaluator is called with."""
+    """Write the program and return its file or folder, the argument of the evaluator."""
     tempfile.tempdir = None
     os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
     program = settings["program"]
@@ -255,8 +255,7 @@ def _limit(settings: Settings) -> None:
     _lower(resource.RLIMIT_DATA, settings["memory_bytes"] + settings["server_bytes"])
     _lower(resource.RLIMIT_CPU, settings["cpu_s"], more=1)
     if settings["isolation"] == "namespaces":
-        # Counted per user namespace: elsewhere the user's other processes would count too. The
-        # monitor, init and the evaluator are in it.
+        # The kernel counts per user namespace. Without one, the user's other processes would count.
         _lower(resource.RLIMIT_NPROC, settings["max_processes"] + isolation.OWN_PROCESSES)
 
 
@@ -271,12 +270,11 @@ def _set_oom_score() -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
-        return  # a hint only, and not every jail lets it be given
+        return  # only a hint, and not every jail allows it
 
 
 def _fork_when_possible() -> int:
-    """sandlock counts processes that have ended for a moment longer: the fork of a candidate must
-    not fail because of the one before."""
+    """Fork, retrying for up to FORK_S: sandlock counts ended processes for a moment longer."""
     deadline = time.monotonic() + FORK_S
     while True:
         try:
@@ -301,7 +299,8 @@ def _fork(run: Callable[[], None]) -> int:
 def _wait_for(
     child: int, codes: dict[int, int] | None = None, *, limit_s: float | None = None
 ) -> None:
-    """Reap until `child` has ended; notes exit codes, or minus the signal."""
+    """Reap until `child` has ended or `limit_s` has passed; fill `codes` with exit codes by process
+    id, a signal as its negative number."""
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while codes is None or child not in codes:
         ended, status = os.waitpid(-1, os.WNOHANG if deadline else 0)

@@ -5,7 +5,7 @@
     {"done": true, "unsupported": ""}
 
 A failure is one last line: {"failed": "error", "type": ..., "message": ..., "traceback": ...}.
-Every line of results holds all that was measured so far, merged.
+Each stage line holds the merged metrics and artifacts of all stages so far.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ __all__ = [
 
 Emit = Callable[[dict[str, Any]], None]
 MAX_TRACEBACK_CHARS = 20_000
-"""A traceback is for reading; of a longer one the end says what happened."""
+"""Longer tracebacks keep only their end, which names the error."""
 
 
 class UnusableEvaluator(Exception):
@@ -44,7 +44,7 @@ class _NotADict(Exception):
 
 
 def load_evaluator(path: Path) -> ModuleType:
-    """Import the evaluator's file as `evaluation_module`, its folder first on `sys.path`."""
+    """Import the evaluator's file as `evaluation_module`, with its folder first on `sys.path`."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("evaluation_module", path)
     if spec is None or spec.loader is None:
@@ -70,8 +70,8 @@ def evaluate(
     emit: Emit,
     note: Callable[[], str] = lambda: "",
 ) -> None:
-    """Run the stages (or plain `evaluate`) on the program and emit what they give. `note` says at
-    the end what could not be done with a program in another process."""
+    """Run the stages (or plain `evaluate`) on the program and emit their results. At the end `note`
+    names an operation that is impossible on a program in another process, or ""."""
     functions = vars(module)
     try:
         if is_cascade and "evaluate_stage1" in functions:
@@ -125,7 +125,6 @@ async def _wait(result: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's."""
     item = getattr(value, "item", None)
     if not callable(item):
         return value
@@ -144,7 +143,7 @@ def _numeric(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def _passes(metrics: dict[str, Any], threshold: float) -> bool:
-    """`combined_score`, else the mean of all numbers but `error`, is at least the threshold."""
+    """True if `combined_score`, else the mean of all numbers but `error`, reaches the threshold."""
     score = metrics.get("combined_score")
     if isinstance(score, int | float):
         return score >= threshold
@@ -189,7 +188,7 @@ def _traceback(error: BaseException) -> str:
 
 @dataclass
 class EvaluationResult:
-    """Metrics, and artifacts beside them, as an evaluator of OpenEvolve returns them."""
+    """Stand-in for OpenEvolve's class of this name: metrics and artifacts."""
 
     metrics: dict[str, float]
     artifacts: dict[str, str | bytes] = field(default_factory=dict)
@@ -216,7 +215,7 @@ class EvaluationResult:
 
 
 def provide_openevolve() -> None:
-    """Make the module importable; an installed OpenEvolve is used as it is."""
+    """Make `openevolve.evaluation_result` importable; an installed OpenEvolve takes precedence."""
     if importlib.util.find_spec("openevolve") is not None:
         return
     package, module = ModuleType("openevolve"), ModuleType("openevolve.evaluation_result")

@@ -1,8 +1,8 @@
-"""What separates a candidate from the server that forked it, and a program from its evaluator.
+"""Isolates a candidate from the server that forked it, and a program from its evaluator.
 
-`enter_namespaces` gives a candidate its own users, processes, mounts and shared memory; where they
-are not to be had (`confine_signals`), Landlock keeps it from signalling or tracing the server.
-`hide_memory` shuts /proc/PID/mem and its like, `refuse_calls` refuses system calls.
+`enter_namespaces` gives a candidate its own users, processes, mounts and shared memory. Without
+namespaces, `confine_signals` uses Landlock to stop it from signalling or tracing the server.
+`hide_memory` blocks /proc/PID/mem and similar files, `refuse_calls` blocks system calls.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # the same numbers on every architec
 _SCOPE_ABSTRACT_SOCKET, _SCOPE_SIGNAL = 1, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _MAX_FILES = 100_000
-"""Files in a scratch folder: their names and nodes take memory that its size does not count."""
+"""Limit on files in a scratch folder: names and inodes take memory that its size omits."""
 NOBODY = 65534
 OWN_PROCESSES = 4
-"""The monitor, init, the evaluator, and the thread of the program that takes its calls."""
+"""The monitor, init, the evaluator, and the program's thread that accepts sockets."""
 
-# By name: the numbers on x86_64 and on aarch64, -1 where there is none.
+# System call numbers on (x86_64, aarch64); -1 where the architecture has no such call.
 _MEMORY_CALLS = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -56,7 +56,7 @@ _MEMORY_CALLS = {
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
 }
-"""Memory that no process has mapped, so that nobody counts it; and memory of other processes."""
+"""Calls that allocate memory outside any process's accounting or reach into other processes."""
 _FILE_CALLS = {
     "chmod": (90, -1),
     "fchmod": (91, 52),
@@ -80,7 +80,7 @@ _FILE_CALLS = {
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
 }
-"""Changes of files that Landlock lets through, wherever the file is."""
+"""Calls that change files anywhere in spite of Landlock."""
 _MMAP, _IOCTL = (9, 222), (16, 29)
 _SHARED_ANONYMOUS = 0x21
 _SET_FLAGS = (0x40086602, 0x401C5820)
@@ -95,34 +95,33 @@ class _Ruleset(ctypes.Structure):
 
 
 def die_with_parent() -> None:
-    """Linux only; elsewhere the server's end of stream has to do."""
+    """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         _check(_LIBC.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl")
 
 
 def become_subreaper() -> None:
-    """Adopt every orphan among the descendants, so that none of them can be lost. Linux only."""
+    """Adopt every orphaned descendant, so that none escapes reaping. Linux only."""
     if sys.platform == "linux":
         _check(_LIBC.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def drop_root() -> None:
-    """Continue as nobody. Files of /proc belong to root of the host in every namespace, and the
-    limit on processes never holds for root: a jail must not run as root.
+    """Continue as user nobody: files of /proc belong to the host's root in every namespace, and the
+    process limit never applies to root.
 
-    /proc is mounted afresh before, because a candidate may mount its own only where an unmasked
-    one is to be seen.
+    First mount a fresh /proc: a candidate may mount its own only if an unmasked one is visible.
     """
     _mount(b"proc", b"/proc", _NOSUID_NODEV | _NOEXEC, None)
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    # Changing the user made /proc/self unwritable for this process: a candidate maps users there.
+    # Changing the user made /proc/self unwritable, but candidates write their user maps there.
     _check(_LIBC.prctl(_DUMPABLE, 1, 0, 0, 0), "prctl")
 
 
 def can_nest(scratch: str) -> bool:
-    """Whether a process in here can have its own namespaces, tried by a child."""
+    """Return whether a process in this jail can create nested namespaces; a child process tries."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -139,7 +138,7 @@ def can_nest(scratch: str) -> bool:
 
 
 def enter_namespaces() -> None:
-    """New user, process, mount and shared-memory namespaces; children enter the process one."""
+    """Create user, process, mount and IPC namespaces; only children enter the process namespace."""
     user, group = os.getuid(), os.getgid()
     _check(_LIBC.unshare(_NEWUSER | _NEWPID | _NEWNS | _NEWIPC), "unshare")
     for name, text in (
@@ -152,7 +151,7 @@ def enter_namespaces() -> None:
 
 
 def mount_private(scratch: str, scratch_bytes: int) -> None:
-    """A fresh scratch folder, /dev/shm and /proc, and no user namespaces below this one."""
+    """Mount a fresh scratch folder, /dev/shm and /proc, and forbid further user namespaces."""
     options = f"size={scratch_bytes},nr_inodes={_MAX_FILES},mode=1777".encode()
     _mount(b"tmpfs", scratch.encode(), _NOSUID_NODEV, options)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID_NODEV, options)
@@ -162,21 +161,21 @@ def mount_private(scratch: str, scratch_bytes: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good: no program that is started regains one."""
+    """Drop every capability irrevocably: a program started later cannot regain one."""
     _check(_LIBC.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def hide_memory(is_hidden: bool = True) -> None:
-    """Whether other processes of this user may read and trace this one. Linux only."""
+    """If `is_hidden`, this user's other processes cannot read or trace this one. Linux only."""
     if sys.platform == "linux":
         _LIBC.prctl(_DUMPABLE, int(not is_hidden), 0, 0, 0)
 
 
 def refuse_calls(*, files: bool) -> bool:
-    """Refuse system calls for good: memory that cannot be counted and, with `files`, changes of
-    files that Landlock lets through. False on a machine whose numbers are not known here."""
+    """Block system calls irrevocably: unaccounted memory and, with `files`, file changes that
+    Landlock lets through. Return False on a machine that is not in MACHINES."""
     if platform.machine() not in MACHINES:
         return False
     lines = list(_filter_lines(*MACHINES[platform.machine()], files=files))
@@ -189,7 +188,7 @@ def refuse_calls(*, files: bool) -> bool:
 
 
 def _filter_lines(column: int, machine: int, *, files: bool) -> Iterator[tuple[int, int, int, int]]:
-    """(operation, lines to skip if true, if false, value), on the call's number and arguments."""
+    """Yield BPF instructions as (operation, instructions to skip if true, if false, value)."""
     refuse = (_RETURN, 0, 0, _REFUSE)
     yield from ((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), refuse, (_LOAD, 0, 0, 0))
     if column == 0:
@@ -197,7 +196,7 @@ def _filter_lines(column: int, machine: int, *, files: bool) -> Iterator[tuple[i
     for numbers in (_MEMORY_CALLS | (_FILE_CALLS if files else {})).values():
         if numbers[column] >= 0:
             yield from ((_EQUAL, 0, 1, numbers[column]), refuse)
-    # Of mmap the flags are the fourth argument, of ioctl the request is the second.
+    # The flags of mmap are its fourth argument, the request of ioctl is its second.
     yield from ((_EQUAL, 0, 5, _MMAP[column]), (_LOAD, 0, 0, 40), (_AND, 0, 0, _SHARED_ANONYMOUS))
     yield from ((_EQUAL, 0, 1, _SHARED_ANONYMOUS), refuse, (_RETURN, 0, 0, _ALLOW))
     if files:
@@ -229,10 +228,10 @@ def _check(code: int, what: str) -> None:
 
 
 def empty_folder(folder: str) -> None:
-    """Remove all that is in a folder, also what was locked, however deep it is nested.
+    """Remove everything in a folder, including folders without permissions, at any depth.
 
-    A folder inside is moved up before it is emptied: no path is longer than two names below
-    `folder`, and nothing recurses. Links are removed, not followed.
+    Subfolders are moved up before they are emptied, so no path goes more than two names below
+    `folder` and nothing recurses. Links are removed, not followed.
     """
     os.chmod(folder, 0o700)
     names = map(str, itertools.count())
@@ -247,7 +246,7 @@ def empty_folder(folder: str) -> None:
 
 
 def _remove_files(folder: str) -> list[str]:
-    """The names of the folders that are left, which can now be moved and read."""
+    """Remove the files of a folder; return its subfolders' names, made readable and movable."""
     left = []
     for name in os.listdir(folder):
         path = os.path.join(folder, name)

@@ -1,11 +1,11 @@
 """The program's process: loads the program's files and calls its functions for the evaluator.
 
-It holds nothing that decides a score: neither the evaluator's memory nor the descriptor of the
-result. The evaluator's side is `proxy.py`. Requests come as pickles, from the side that is trusted;
-answers go back as plain data (`values.py`).
+It cannot reach anything that decides a score, neither the evaluator's memory nor the result
+descriptor. The evaluator's side is `proxy.py`. Requests are pickles, since the evaluator is
+trusted; answers are plain data (`values.py`).
 
-Every thread of the evaluator has a socket of its own, which a thread here serves: the main one its
-main thread, so that signals work. A socket that closes during a call ends the call.
+Each thread of the evaluator has its own socket, served by one thread here. The main thread serves
+the evaluator's main thread, so that signals work. Closing a socket during a call ends the call.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class _Ended(BaseException):
 
 
 class Export:
-    """A function or an object of the evaluator's, called over the socket that is being served."""
+    """Proxy of an evaluator's function or object; calls go over the socket that is being served."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -56,7 +56,7 @@ class Export:
 
 
 class _Process:
-    """The things that the evaluator refers to, by number, and the sockets it calls them over."""
+    """The program's objects that the evaluator references by number, and its call sockets."""
 
     def __init__(self) -> None:
         self._things: dict[int, Any] = {}
@@ -95,7 +95,7 @@ class _Process:
             self._numbers.pop(id(self._things.pop(number, None)), None)
 
     def ask(self, request: list[Any]) -> Any:
-        """Have the evaluator call one of its functions, in the course of a call from there."""
+        """Have the evaluator call one of its functions, during a call from the evaluator."""
         channel = getattr(self._serving, "channel", None)
         if channel is None or os.getpid() != self._pid:
             raise RuntimeError(
@@ -121,7 +121,7 @@ class _Process:
                 self._answer(channel, request[0], request[1:])
 
     def accept(self, control: socket.socket, main: "queue.SimpleQueue[socket.socket]") -> None:
-        """Take new sockets, and end the calls of those that were closed."""
+        """Accept new sockets, and end the calls of sockets that were closed."""
         poll = select.poll()
         poll.register(control, select.POLLIN)
         while True:
@@ -129,7 +129,7 @@ class _Process:
                 if descriptor != control.fileno():
                     poll.unregister(descriptor)
                     _, thread = self._threads.pop(descriptor, (None, 0))
-                    # Of a thread that has ended there is none to raise it in.
+                    # If the thread has ended, this call has no effect.
                     raised = ctypes.py_object(_Ended)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
                     continue
@@ -190,30 +190,30 @@ def serve_program(control: socket.socket) -> None:
 
 
 def find_export(number: int) -> Export:
-    """What a pickle of the evaluator's names where one of its own functions is."""
+    """Reconstruct an evaluator's function while unpickling a request."""
     return Export(number)
 
 
 def find_thing(number: int) -> Any:
-    """What a pickle of the evaluator's names where it refers to a thing of the program's."""
+    """Resolve a reference to an object of the program while unpickling a request."""
     return _PROCESS.find(number)
 
 
 def describe_error(error: BaseException) -> tuple[list[str], str, str, int | None]:
-    """Names of its classes, its text, where it was raised, and the number the evaluator gave it."""
+    """Return its class names, text, traceback, and the number the evaluator gave it, if any."""
     names = [each.__name__ for each in type(error).__mro__]
     text = "".join(traceback.format_exception(error))[-20_000:]
     return names, str(error), text, getattr(error, "rookery_number", None)
 
 
 def rebuild_error(names: list[str], message: str, text: str, number: int | None) -> BaseException:
-    """An exception of the first of the classes that Python has, under the name of the first."""
+    """Make an exception named `names[0]`, derived from the first name that is a Python built-in."""
     kinds = [kind for name in names if (kind := _builtin_error(name)) is not None]
     base = kinds[0] if kinds else RuntimeError
     made = type(str(names[0]), (base,), {}) if names[0] != base.__name__ else base
     try:
         error: BaseException = made(message)
-    except TypeError:  # it takes more than a text, such as a UnicodeDecodeError
+    except TypeError:  # some built-ins take more than a text, such as UnicodeDecodeError
         error = type(str(names[0]), (ValueError,), {})(message)
     error.add_note(f"In the program's process:\n{text}")
     vars(error)["rookery_number"] = number
@@ -226,7 +226,7 @@ def _builtin_error(name: str) -> type[BaseException] | None:
 
 
 class _KeyError(KeyError):
-    """Its text is the key as it was printed; KeyError itself would quote it once more."""
+    """A KeyError whose text is used unchanged; KeyError itself would quote it again."""
 
     __str__ = Exception.__str__
 
@@ -239,7 +239,7 @@ async def _wait(thing: Any) -> Any:
 
 
 def _snapshot(value: Any) -> bytes | None:
-    """What a change of an argument is told by; None for what cannot change, or is not plain."""
+    """Pickle an argument to detect changes in place; None if it is immutable or not plain."""
     is_array = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
     if not (is_array or type(value) in _MUTABLE):
         return None
@@ -252,7 +252,10 @@ def _snapshot(value: Any) -> bytes | None:
 def _load(
     name: str, path: str, locations: list[str] | None, how: str, place: dict[str, Any]
 ) -> Any:
-    """Execute a file as a module. `how`: by an import statement, registered, or apart."""
+    """Execute a file as a module.
+
+    `how`: "import" reuses a loaded module, "registered" replaces it, "apart" does not register.
+    """
     _move(place)
     known = sys.modules.get(name)
     if how == "import" and known is not None and getattr(known, "__file__", None) == path:
@@ -269,7 +272,7 @@ def _load(
 
 
 def _run(code: bytes, names: dict[str, Any], place: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Execute code in a namespace: its value, and the names that it has set."""
+    """Execute code in a namespace; return its value and the names that it set."""
     _move(place)
     namespace = dict(names)
     value = eval(marshal.loads(code), namespace)
@@ -282,7 +285,7 @@ def _run(code: bytes, names: dict[str, Any], place: dict[str, Any]) -> tuple[Any
 
 
 def _move(place: dict[str, Any]) -> None:
-    """To where the evaluator is: working directory, module path, variables."""
+    """Adopt the evaluator's working directory, module path and environment."""
     os.chdir(place["cwd"])
     sys.path[:] = place["path"]
     for name in os.environ.keys() - place["environ"].keys():

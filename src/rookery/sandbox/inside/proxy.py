@@ -1,18 +1,18 @@
-"""The program as the evaluator's process sees it: stand-ins for what lives in another process.
+"""Stand-ins for the program, in the evaluator's process.
 
-An evaluator loads the program in its own way: `importlib`, `import`, `runpy`, `exec`. Here each of
-them gives a stand-in, and the program's code runs in a process of its own (`program.py`). Calls
-travel as messages: arguments as pickles to the program, results as plain data from it. So nothing
-that a program does reaches the memory in which its score is computed.
+Evaluators load a program with `importlib`, `import`, `runpy` or `exec`. Each of them returns a
+stand-in here, and the program's code runs in its own process (`program.py`). Arguments travel as
+pickles to the program, results come back as plain data. Nothing that a program does reaches the
+memory in which its score is computed.
 
-| the evaluator has            | in its place it gets                                             |
+| in the program               | in the evaluator                                                 |
 |------------------------------|------------------------------------------------------------------|
-| numbers, text, lists, arrays | equal ones                                                       |
-| a function, class, object    | a `Remote`: it can be called, and has attributes                 |
-| the module                   | a module whose names are looked up over there                    |
+| numbers, text, lists, arrays | an equal value                                                   |
+| a function, class, object    | a `Remote` with attributes; functions and classes can be called  |
+| the module                   | a module that looks its names up in the program's process        |
 
-What else an evaluator does with a Remote is refused and noted: such an evaluator needs the program
-in its own process.
+Other operations on a Remote are refused and noted: an evaluator that needs them must run the
+program in its own process.
 """
 
 import builtins
@@ -37,7 +37,7 @@ from .values import decode, receive, send
 __all__ = ["PROGRAM_ENDED", "ProgramProxy"]
 
 PROGRAM_ENDED = 77
-"""Exit code of the evaluator's process when the program's has ended before it."""
+"""Exit code of the evaluator's process if the program's process ended first."""
 _MP = ("multiprocessing.", "concurrent.futures.")
 _SPAWNING = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
 _PICKLED = {
@@ -50,17 +50,17 @@ _PICKLED = {
     "numpy._core.numeric": {"_frombuffer"},
     "numpy.core.numeric": {"_frombuffer"},
 }
-"""What an evaluator may unpickle, as a program may have written it."""
+"""Names that the evaluator may unpickle, since a program may have written the pickle."""
 _KNOWN = ("__name__", "__doc__", "__qualname__", "__module__")
 _PROBED = ("__code__", "__signature__", "__array__", "__array_interface__", "__deepcopy__")
 
 
 class _Refused(TypeError):
-    """What cannot be done with a program in another process."""
+    """The evaluator tried an operation that is impossible on a program in another process."""
 
 
 class ProgramProxy:
-    """The other process, its files, and what was refused (`unsupported`, "" for nothing)."""
+    """The connection to the program's process. `unsupported` names the first refusal, or is ""."""
 
     def __init__(
         self, control: socket.socket, *, scratch: str, evaluator: str, names: frozenset[str]
@@ -78,7 +78,7 @@ class ProgramProxy:
         self.dead: list[int] = []
 
     def note_seed(self, module: str, args: tuple[Any, ...]) -> None:
-        """The program's generators get the seed that the evaluator sets."""
+        """Queue a seed that the evaluator set, for the program's generators too."""
         self._seeds.append((module, args))
 
     def refuse(self, what: str) -> NoReturn:
@@ -89,23 +89,23 @@ class ProgramProxy:
         )
 
     def install(self) -> None:
-        """From now on code below the scratch folder runs in the other process."""
+        """Redirect all code below the scratch folder to the other process, from now on."""
         loader: Any = importlib.machinery.SourceFileLoader
         compiled: Any = importlib.machinery.SourcelessFileLoader
         for kind in (loader, compiled):
             kind.exec_module = self._redirected_import(kind.exec_module)
         for name in ("exec", "eval"):
             vars(builtins)[name] = self._redirected_run(vars(builtins)[name])
-        vars(runpy)["read_code"] = lambda _: None  # a program is text, also if it says otherwise
+        vars(runpy)["read_code"] = lambda _: None  # never load a program as compiled bytecode
         sys.meta_path.insert(0, self)
         sys.addaudithook(self._audit)
 
     def owns(self, path: object) -> bool:
-        """Whether it is where a program can write."""
+        """Return whether a path is in a folder that programs can write."""
         if not isinstance(path, str | os.PathLike):
             return False
         text = os.path.abspath(name := os.fspath(path))
-        if isinstance(name, bytes) or name.startswith("<"):  # the name of code from no file
+        if isinstance(name, bytes) or name.startswith("<"):  # "<string>": code without a file
             return False
         return any(
             each == root or each.startswith(root + os.sep)
@@ -114,14 +114,14 @@ class ProgramProxy:
         )
 
     def is_evaluators(self, module: str) -> bool:
-        """Whether a module belongs to the evaluator's folder."""
+        """Return whether a module comes from the evaluator's folder."""
         file = getattr(sys.modules.get(module), "__file__", None)
         return isinstance(file, str) and file.startswith(self._folder + os.sep)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Installed modules and the evaluator's are found before files of the scratch folder,
-        wherever in `sys.path` it is: a program cannot stand in for them. The program's own names
-        stand in for the evaluator's: its folder may hold the first program."""
+        """Find installed modules and the evaluator's before files of the scratch folder, so that a
+        program cannot shadow them, whatever the order of `sys.path`. Names of the program's own
+        files shadow the evaluator's folder, which may hold the initial program."""
         if path is not None:
             return None
         trusted = [each for each in sys.path if not self.owns(each or os.getcwd())]
@@ -147,7 +147,7 @@ class ProgramProxy:
         except (EOFError, ConnectionError):
             os._exit(PROGRAM_ENDED)
         finally:
-            if not is_whole:  # an answer may still come, for a question nobody asks any more
+            if not is_whole:  # a late answer must not be read as that of the next request
                 del self._local.channel
                 channel.shutdown(socket.SHUT_RDWR)
         if answer == "error":
@@ -192,7 +192,7 @@ class ProgramProxy:
         return id(value)
 
     def _serve(self, channel: socket.socket, kind: str, message: list[Any]) -> None:
-        """Call one of our functions for the program: those that it was given, and no others."""
+        """Call an evaluator's function for the program; only exported ones can be called."""
         try:
             number, *parts = message
             value = self._exports[number]
@@ -200,7 +200,7 @@ class ProgramProxy:
                 value = value(*parts[0], **parts[1])
             else:
                 value = self._public(value, parts[0])
-        except Exception as error:  # noqa: BLE001 (it is the program's to handle)
+        except Exception as error:  # noqa: BLE001 (raised again in the program)
             self._errors[id(error)] = error
             names = [each.__name__ for each in type(error).__mro__]
             self._send(channel, "raised", names, str(error), "", id(error))
@@ -208,7 +208,7 @@ class ProgramProxy:
         self._send(channel, "returned", value)
 
     def _public(self, value: Any, name: str) -> Any:
-        """A method or plain attribute of an evaluator's object."""
+        """Return a public method or plain attribute of an evaluator's object."""
         attribute = getattr(value, name) if not name.startswith("_") else None
         is_method = isinstance(attribute, MethodType) and attribute.__self__ is value
         if attribute is None or not (self.is_evaluators(type(value).__module__) or is_method):
@@ -238,7 +238,7 @@ class ProgramProxy:
         return exec_module
 
     def _redirected_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`exec` and `eval` of what the evaluator has read, or of a file of the program's."""
+        """Wrap `exec` or `eval`: calls from the evaluator, or on the program's code, go remote."""
         mode = run.__name__
 
         @functools.wraps(run)
@@ -274,7 +274,7 @@ class ProgramProxy:
         return True
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """What is left of ways to have a program's code, or its pickles, in this process."""
+        """Refuse the remaining ways to get a program's code or pickles into this process."""
         if event == "exec" and self.owns(args[0].co_filename):
             self.refuse("Executing the program's code in the evaluator's process")
         if event == "import" and args[1] and self.owns(args[1]):
@@ -283,7 +283,7 @@ class ProgramProxy:
             self.refuse("Loading the program's library into the evaluator's process")
         if event == "pickle.find_class":
             module, name = args
-            # Between forks of the evaluator all may travel; the program is in none of them.
+            # Forks of the evaluator may exchange anything: the program is in none of them.
             is_between = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MP)
             if is_between and sys.modules.keys().isdisjoint(_SPAWNING):
                 return
@@ -294,14 +294,15 @@ class ProgramProxy:
 
 
 class _Thing:
-    """A number that the program's process turns into the thing it stands for."""
+    """A reference that the program's process resolves to its object."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class _Pickler(pickle.Pickler):
-    """To the program: our own functions and objects as numbers to call, its own things as such."""
+    """Pickles for the program: the evaluator's functions and objects become callable numbers, and
+    references to the program's objects resolve there."""
 
     def __init__(self, file: io.BytesIO, proxy: ProgramProxy) -> None:
         super().__init__(file, 5)
@@ -328,13 +329,12 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_named(function: Any) -> bool:
-    """Whether it can be found by its module and name."""
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     return getattr(home, getattr(function, "__qualname__", ""), None) is function
 
 
 def _replace(old: Any, new: Any) -> None:
-    """A program has changed an argument in place."""
+    """Apply a change that the program made in place to an argument."""
     if isinstance(old, list | bytearray):
         old[:] = new
     elif isinstance(old, dict | set):
@@ -345,7 +345,7 @@ def _replace(old: Any, new: Any) -> None:
 
 
 class Remote:
-    """A thing in the program's process. Equal to itself only; all but attributes is refused."""
+    """An object in the program's process. Equal only to itself; supports little but attributes."""
 
     __slots__ = ("_name", "_number", "_proxy")
 
@@ -406,7 +406,7 @@ class RemoteCallable(Remote):
 
 
 class RemoteIterator(Remote):
-    """A generator, or another iterator, in the program's process. It has no length."""
+    """A generator or other iterator in the program's process. It has no length."""
 
     __slots__ = ()
     __len__ = None
@@ -416,7 +416,7 @@ class RemoteIterator(Remote):
 
 
 class RemoteModule(ModuleType):
-    """A module whose names are those of the program's, as they are now."""
+    """The program's module; each access reads the present value in the program's process."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

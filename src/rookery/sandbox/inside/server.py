@@ -1,10 +1,9 @@
 """The fork server: imports the evaluator once, then runs one candidate at a time.
 
-Descriptor 0 is a socket to the program outside. A request is a header of eight bytes (the length
-of the body) that carries descriptors, for the result, for the output and, where there is no /proc
-inside, for the list of this process's children, and a JSON body. The
-answer is a JSON line, sent when no process of the candidate is left. A byte in between means: end
-the candidate; the end of the stream means: end everything.
+Descriptor 0 is a socket to the host process. A request is an eight-byte header (the length of the
+body) and a JSON body. The header carries descriptors for the result, the output and, if the jail
+has no /proc, the list of this process's children. The answer is a JSON line, sent when no process
+of the candidate is left. A byte sent in between ends the candidate; end of stream ends the server.
 """
 
 import json
@@ -40,16 +39,18 @@ def main(settings: Settings) -> None:
     if settings["isolation"] == "namespaces" and not isolation.can_nest(settings["scratch"]):
         settings |= {"isolation": "jail"}
     if settings["isolation"] == "jail":
-        isolation.hide_memory()  # candidates are forks: earlier ones, and the evaluator, are in it
+        isolation.hide_memory()  # a candidate must not read the evaluator in its parent's memory
     try:
         module = load_evaluator(Path(settings["evaluator"]))
     except UnusableEvaluator as error:
         _send(control, {"unusable": str(error)})
         return
-    is_told = settings["isolation"] == "landlock"  # by the program outside, as /proc is shut
+    is_proc_hidden = (
+        settings["isolation"] == "landlock"
+    )  # /proc is hidden: the host process measures
     is_isolated = settings["isolation"] != "jail"
-    _send(control, {"is_isolated": is_isolated, "pid": os.getpid() if is_told else None})
-    settings |= {"server_bytes": 0 if is_told else _data_bytes()}
+    _send(control, {"is_isolated": is_isolated, "pid": os.getpid() if is_proc_hidden else None})
+    settings |= {"server_bytes": 0 if is_proc_hidden else _data_bytes()}
     while (request := _receive(control)) is not None:
         body, descriptors = request
         status = _run(control, module, settings | body, descriptors)
@@ -59,13 +60,13 @@ def main(settings: Settings) -> None:
 
 
 def _data_bytes() -> int:
-    """What this process has taken already, and every candidate starts with."""
+    """Return this process's data segment in bytes, with which every candidate starts."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _take_control() -> socket.socket:
-    """The socket at descriptor 0, moved away from where programs look for their input."""
+    """Move the socket off descriptor 0, so that programs do not read it as standard input."""
     control = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -95,16 +96,16 @@ def _receive(control: socket.socket) -> tuple[Settings, list[int]] | None:
 def _run(
     control: socket.socket, module: ModuleType, settings: Settings, descriptors: list[int]
 ) -> dict[str, Any] | None:
-    """Run one candidate to its end; None if the program outside has gone."""
-    result, output, *told = descriptors
+    """Run one candidate to its end; None if the host process is gone."""
+    result, output, *child_lists = descriptors
     reader, status = os.pipe()
-    children = told or _open_children()
+    children = child_lists or _open_children()
     private = (control.fileno(), reader, *children)
     to = Descriptors(result=result, output=output, status=status, private=private)
     child = start_candidate(module, settings, to)
     for descriptor in (result, output, status):
         os.close(descriptor)
-    # The pipe is readable when the candidate's end is reported, and when all who hold it are gone.
+    # The pipe becomes readable when the exit status is written or when every writer has exited.
     readable = select.select([control.fileno(), reader], [], [])[0]
     order = control.recv(1) if control.fileno() in readable else None
     num_ended = _end_descendants(child, children)
@@ -115,8 +116,8 @@ def _run(
         empty_folder(settings["scratch"])
     if order == b"":
         return None
-    # sandlock goes on counting processes that were killed here: in time no candidate could fork.
-    # The first is the monitor, the others are left only if the candidate was stopped.
+    # sandlock keeps counting processes that were killed here, until no candidate can fork. One
+    # remaining process is the monitor; two more are normal if the candidate was stopped.
     is_worn = settings["isolation"] == "landlock" and num_ended > (1 if order is None else 3)
     return {
         "ended": int(code) if code else None,
@@ -126,13 +127,13 @@ def _run(
 
 
 def _open_children() -> list[int]:
-    """The file that lists this process's children; none where the system has no such file."""
+    """Open the file that lists this process's children; [] if the system has no such file."""
     path = f"/proc/self/task/{os.getpid()}/children"
     return [os.open(path, os.O_RDONLY | os.O_CLOEXEC)] if os.path.exists(path) else []
 
 
 def _end_descendants(child: int, children: list[int]) -> int:
-    """Kill and reap until this process has no children; how many it had. Orphans become its own."""
+    """Kill and reap all children, adopted orphans included, and return how many there were."""
     if not children:
         os.killpg(child, signal.SIGKILL)
     num_ended = 0

@@ -1,12 +1,12 @@
-"""Plain data between the evaluator's process and the program's.
+"""Wire format of plain data between the evaluator's process and the program's.
 
-What the program sends is JSON in which these are marked: it is parsed, never unpickled, so that no
-object of the program's making reaches the evaluator. All else it sends is a reference.
+The program sends JSON with the marks below. The evaluator parses it and never unpickles it, so no
+object that the program made reaches the evaluator. Values that are not plain become references.
 
     (1, 2.5)                {"t": [1, 2.5]}
     {"a": 1}                {"d": ["a", 1]}
     numpy.zeros(2)          {"n": ["<f8", [2], 0, 16]}          bytes 0 to 16 after the JSON
-    a function              {"r": [17, "solve", "call"]}        the 17th thing that was referred to
+    a function              {"r": [17, "solve", "call"]}        the 17th referenced object
 """
 
 import base64
@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["MAX_MESSAGE_BYTES", "decode", "encode", "receive", "send"]
 
 MAX_MESSAGE_BYTES = 1 << 28
-"""One value of a program. A longer one is refused, before it is read."""
+"""Limit on one message; a longer one is refused before it is read."""
 Refer = Callable[[Any], list[Any]]
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DTYPE = re.compile(r"[<>|=]?([biufcmM?SU]\d+)(\[\w+\])?")
@@ -29,14 +29,14 @@ _COLLECTIONS = ("collections", "builtins")
 
 
 def encode(value: Any, refer: Refer) -> bytes:
-    """`refer` gives the number, name and kind of what is not plain."""
+    """Encode a value. `refer` returns the number, name and kind of an object that is not plain."""
     arrays = bytearray()
     text = json.dumps(_mark(value, _Marker(refer, arrays))).encode()
     return len(text).to_bytes(8, "big") + text + arrays
 
 
 def decode(data: bytes, resolve: Callable[[int, str, str], Any]) -> Any:
-    """`resolve` makes the object that stands for a reference."""
+    """Decode a message. `resolve` makes the stand-in for a reference."""
     end = 8 + int.from_bytes(data[:8], "big")
     arrays = memoryview(data)[end:]
 
@@ -54,7 +54,7 @@ def send(to: socket.socket, data: bytes) -> None:
 
 
 def receive(source: socket.socket) -> bytes:
-    """The next message; EOFError when the other side is gone."""
+    """Return the next message; EOFError if the other side is gone."""
     size = int.from_bytes(_read(source, 8), "big")
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"A value of more than {MAX_MESSAGE_BYTES} bytes.")
@@ -72,7 +72,7 @@ def _read(source: socket.socket, size: int) -> bytearray:
 
 
 class _Marker:
-    """Where the bytes of arrays go, and who counts references."""
+    """Destination of array bytes, and the callback that numbers references."""
 
     def __init__(self, refer: Refer, arrays: bytearray) -> None:
         self.refer = refer
@@ -137,7 +137,7 @@ def _array(header: list[Any], arrays: memoryview) -> Any:
 
 
 class _Record(dict[Any, Any]):
-    """A dict whose items are attributes too, as scipy's results have them."""
+    """A dict whose items are also attributes, like scipy's results."""
 
     def __getattr__(self, name: str) -> Any:
         try:

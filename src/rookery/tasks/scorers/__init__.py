@@ -1,6 +1,6 @@
-"""Scorers: what an answer earns. One dict of all, chosen by `type` in a config.
+"""Scorers: functions from an answer to a reward, chosen by `type` in a config.
 
-A new scorer is a file with its config and its class, one line in the union and one in the dict.
+A new scorer is a file with its config and class, one line in the union and one in the dict.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
 def build_scorer(
     config: ScorerConfig, *, judge: Sampler | None = None, template: Template | None = None
 ) -> Scorer:
-    """The scorer a config asks for. `judge` and `template` (the judge's) serve `type: judge`."""
+    """Build a config's scorer. Only `type: judge` needs the judge's sampler and its template."""
     if not isinstance(config, JudgeConfig):
         return SCORERS[config.type](config)
     if judge is None or template is None:

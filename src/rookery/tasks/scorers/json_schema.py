@@ -1,9 +1,9 @@
-"""JSON: 1 when the text holds a JSON object or array that fits a schema, or is the reference.
+"""JSON scorer: 1 if the text contains JSON that fits a schema, equals the reference, or both.
 
     {type: json_schema, json_schema: {type: object, required: [name]}}
     {type: json_schema, match_reference: true}
 
-The JSON is the first object or array inside ``` fences, or else the first in the text.
+It takes the first object or array inside ``` fences, or else the first in the text.
 """
 
 import json
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["JsonSchemaConfig", "JsonSchemaScorer"]
 
 MAX_STARTS = 1000
-"""How many opening brackets are tried: a text of a hundred thousand of them must not take hours."""
+"""Opening brackets that are tried: a text of a hundred thousand of them must not take hours."""
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class JsonSchemaConfig(ScorerOptions):
-    """The JSON must fit `json_schema`, equal the reference, or both."""
+    """The JSON must fit `json_schema` and, with `match_reference`, equal the reference."""
 
     type: Literal["json_schema"] = "json_schema"
     json_schema: dict[str, JsonValue] = Field(default_factory=dict)
-    """A JSON Schema, by its own "$schema" or else draft 2020-12. References to other documents are
-    not fetched. {} lets everything through."""
+    """JSON Schema of the draft that its "$schema" names, or else 2020-12. References to other
+    documents are not fetched. {} accepts everything."""
     match_reference: bool = False
-    """Also require the JSON to equal the reference, which is JSON or a text of it. 1 equals 1.0
-    and the order of keys does not count."""
+    """Also require the JSON to equal the reference, which is JSON or a text with JSON. 1 equals
+    1.0, and key order is ignored."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -56,8 +56,6 @@ class JsonSchemaConfig(ScorerOptions):
 
 
 class JsonSchemaScorer:
-    """Finds the JSON and validates it."""
-
     answer: Literal["sample"] = "sample"
 
     def __init__(self, config: JsonSchemaConfig) -> None:
@@ -82,7 +80,7 @@ class JsonSchemaScorer:
 
 
 def find_json(text: str) -> dict[str, Json] | list[Json] | None:
-    """The first JSON object or array: of the fenced blocks if one has any, else of the text."""
+    """Return the first JSON object or array in fenced blocks, or else in the text."""
     fenced = (block for match in _FENCE.finditer(text) for block in _documents(match[1]))
     return next(chain(fenced, _documents(text)), None)
 
@@ -110,7 +108,7 @@ def _reference_json(task: Task) -> Json:
 
 
 def _equal(one: Json, other: Json) -> bool:
-    """JSON's equality, where true is not 1."""
+    """Compare as JSON does: true is not 1."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

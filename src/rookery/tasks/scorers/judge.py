@@ -1,9 +1,9 @@
-"""A model as judge: it reads the prompt and the answer and gives a score out of a range.
+"""Judge scorer: a model reads the prompt and the answer and gives a score within a range.
 
     {type: judge, model: 'base@smollm2', low: 1, high: 5}
 
-The reward is the score moved to 0..1. A reply without a score, or with one out of range, is an
-error of that task: it is never counted as 0.
+The reward is the score scaled to 0..1. A reply without a score, or with one out of range, is an
+error of that task and never counts as 0.
 """
 
 import re
@@ -41,22 +41,22 @@ Score: N"""
 
 
 class JudgeConfig(ScorerOptions):
-    """Who judges, what it is asked and how its reply is read."""
+    """Judge model, its prompt, and how its reply is parsed."""
 
     type: Literal["judge"] = "judge"
     model: str
     """Served name of the judge, `name@version`. It must not be the model in training, which would
     learn to please itself."""
     prompt: str = DEFAULT_PROMPT
-    """jinja2 over prompt, completion, reference, choices, low and high."""
+    """jinja2 template over prompt, completion, reference, choices, low and high."""
     pattern: str = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
-    """Group 1 of its last match in the reply is the score."""
+    """Regular expression; group 1 of its last match in the reply is the score."""
     low: float = Field(default=0.0)
-    """The score that earns 0."""
+    """Score with reward 0."""
     high: float = Field(default=10.0)
-    """The score that earns 1."""
+    """Score with reward 1."""
     max_tokens: int = Field(default=512, ge=1)
-    """Room for the judge to think before its score."""
+    """Limit on the judge's reply, including its reasoning before the score."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -78,7 +78,7 @@ class JudgeConfig(ScorerOptions):
 
 
 class JudgeScorer:
-    """Asks the judge greedily, once per completion."""
+    """Asks the judge once per completion, at temperature 0."""
 
     answer: Literal["sample"] = "sample"
 
@@ -103,7 +103,7 @@ class JudgeScorer:
         return self._read_score(task, reply)
 
     def _question(self, task: Task, completion: Completion) -> Task:
-        # An answer must not be able to end its turn and write the judge's reply itself.
+        # Without this, an answer could end its turn and write the judge's reply itself.
         answer = self._template.without_special(completion.text)
         fields = {
             "prompt": task.prompt if isinstance(task.prompt, str) else _transcript(task.prompt),

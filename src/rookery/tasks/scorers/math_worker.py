@@ -1,9 +1,9 @@
-"""The process behind the math scorer: one JSON line in, one JSON line out. Run by math.py.
+"""Worker process of the math scorer: one JSON line in, one JSON line out. `numeric.py` starts it.
 
     {"references": ["1/2"], "answer": "so it is $0.5$"}  ->  {"equal": true}
     {"references": [":("], "answer": "2"}                ->  {"error": "..."}
 
-It imports nothing of Rookery, sets no time limit (its parent kills it) and bounds its memory.
+It imports nothing from Rookery and limits its own memory. Its parent limits its time.
 """
 
 import json
@@ -15,13 +15,13 @@ import sys
 __all__ = ["compare", "main"]
 
 MAX_MEMORY_BYTES = 4 << 30
-"""Of address space: enough for sympy, and a stop for a number with a billion digits."""
+"""Limit on address space: enough for sympy, too little for a number with a billion digits."""
 
 
 def compare(references: list[str], answer: str) -> dict[str, str | bool]:
-    """Whether the answer equals one of the references; an error when a reference is no formula.
+    """Compare the answer with each reference; return an error if a reference is not a formula.
 
-    An answer that holds no formula, or one that cannot be compared, is not equal.
+    An answer without a formula, or with one that cannot be compared, is not equal.
     """
     from math_verify import parse, verify
 
@@ -34,7 +34,7 @@ def compare(references: list[str], answer: str) -> dict[str, str | bool]:
 
 
 def _delimited(reference: str) -> str:
-    """The part after ####, as LaTeX: math-verify finds formulas by their delimiters."""
+    """Return the part after ####, in LaTeX delimiters, by which math-verify finds formulas."""
     reference = reference.rpartition("####")[2].strip()
     is_delimited = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
     return reference if is_delimited else f"${reference}$"
@@ -42,13 +42,13 @@ def _delimited(reference: str) -> str:
 
 def main() -> None:
     """Answer until the parent closes the pipe."""
-    # A library that prints must not write between the answers.
+    # Redirect standard output, so that a library that prints cannot corrupt the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    compare(["1"], "1")  # imports and warms everything before the first clock starts
+    compare(["1"], "1")  # import everything before the first time limit starts
     answers.write("{}\n")
     for line in sys.stdin:
         answers.write(json.dumps(compare(**json.loads(line))) + "\n")

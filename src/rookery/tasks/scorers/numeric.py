@@ -1,12 +1,12 @@
-r"""Numbers and mathematics: 1 when the completion's answer equals the reference.
+r"""Numeric and math scorers: 1 if the completion's answer equals the reference.
 
-The answer is the number after the last `####`, or else the last number of the text. Values are
-compared as exact fractions, so 0.1 is one tenth and no float rounding decides a reward.
+The numeric answer is the number after the last `####`, or else the last number of the text. Values
+are exact fractions: 0.1 is one tenth, and float rounding never decides a reward.
 
     #### 72 | $1,000 = 1,000.00 = 1000 | −3 | 50% = 50 | 1/2 = 0.5 = \frac{1}{2} | 1 1/2 | 1e3
 
-A currency or percent sign is a unit, and units are not compared: 50% is 50, not 0.5. A number
-glued to letters before it (H2O, x2) or to ^ (m^2) is none; one before letters (72kg) is one.
+Units are ignored, including currency and percent signs: 50% is 50, not 0.5. Digits directly after a
+letter (H2O, x2) or ^ (m^2) are not a number; digits directly before letters (72kg) are.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ __all__ = ["MathConfig", "MathScorer", "NumericConfig", "NumericScorer", "find_a
 
 
 MAX_DIGITS = 400
-"""A longer number is no answer to anything; Python refuses to parse one of 4300 digits."""
+"""Longest number that counts as an answer; Python refuses to parse more than 4300 digits."""
 MAX_EXPONENT = 400
-"""1e999999999 would fill the memory with zeros."""
+"""Largest exponent: 1e999999999 as a fraction would exhaust memory."""
 
 VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
 GROUP_MARKS = ",\u00a0\u2009\u202f"
-"""What may stand between groups of three digits: a comma or a space that does not break."""
+"""Separators between groups of three digits: a comma or a narrow or non-breaking space."""
 
 _DIGITS = rf"(?:\d{{1,3}}(?:[{GROUP_MARKS}]\d{{3}})+(?!\d)|\d+)"
-# ASCII, so that only Latin letters glue to a number: a Chinese word before one does not hide it.
+# ASCII, so that only Latin letters join with a number: one after a Chinese word still counts.
 _NUMBER = re.compile(
     rf"""(?<![\w.^])
     (?P<sign>(?:(?<![)\]}}])[+-])?)(?:\\?[$€£¥]\s?(?P<inner_sign>[+-]?))?
@@ -63,9 +63,10 @@ class NumericConfig(ScorerOptions):
 
     type: Literal["numeric"] = "numeric"
     abs_tolerance: float = Field(default=0.0, ge=0.0)
-    """How far off the answer may be, in the reference's unit."""
+    """Largest accepted absolute difference from the reference."""
     rel_tolerance: float = Field(default=0.0, ge=0.0)
-    """How far off it may be as a part of the reference: 0.01 is one percent. The larger counts."""
+    """Largest accepted difference as a fraction of the reference: 0.01 is one percent. The larger
+    of the two tolerances applies."""
 
     def complaint(self, task: Task) -> str:
         texts = reference_texts(task.reference)
@@ -77,8 +78,6 @@ class NumericConfig(ScorerOptions):
 
 
 class NumericScorer:
-    """The one number that the text ends in, against the reference."""
-
     answer: Literal["sample"] = "sample"
 
     def __init__(self, config: NumericConfig) -> None:
@@ -97,14 +96,14 @@ class NumericScorer:
         return float(any(value is not None and self._is_close(answer, value) for value in wanted))
 
     def _is_close(self, answer: Fraction, wanted: Fraction) -> bool:
-        # By way of str, so that a tolerance of 0.1 is one tenth and not the nearest float.
+        # Convert through str, so that a tolerance of 0.1 is exactly one tenth.
         absolute = Fraction(str(self._config.abs_tolerance))
         relative = Fraction(str(self._config.rel_tolerance)) * abs(wanted)
         return abs(answer - wanted) <= max(absolute, relative)
 
 
 def find_answer(text: str) -> Fraction | None:
-    """The number a text answers with; None when it has none, or one that is no value (1/0)."""
+    """Return a text's numeric answer; None if there is none or it is undefined (1/0)."""
     text = _plain(text)
     marked = [_NUMBER.match(text, marker.end()) for marker in _MARKER.finditer(text)]
     numbers = [match for match in marked if match is not None] or list(_NUMBER.finditer(text))
@@ -112,7 +111,7 @@ def find_answer(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Typographic and LaTeX spellings of a number as plain ones: 1½ -> 1 1/2."""
+    """Replace typographic and LaTeX spellings of numbers by plain ones: 1½ -> 1 1/2."""
     text = text.replace("\u2212", "-").replace("\u2044", "/").replace("{,}", ",")
     return _FRACTION.sub(_spell_fraction, text.replace("\\!", ""))
 
@@ -145,17 +144,16 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -size if "-" in (group["sign"], group["inner_sign"]) else size
 
 
-# Mathematics: 1 when math-verify shows the completion's answer equal to the reference.
-#
-# The check runs in a process of its own (math_worker.py): an answer such as 9^(9^(9^9)) would block
-# the interpreter, and math-verify's own time limits work in the main thread only and not inside one
-# long multiplication. The process is started at the first reward and killed when it is late.
+# The math scorer lets math-verify compare the answer with the reference in a separate process
+# (math_worker.py). An answer such as 9^(9^(9^9)) would block the interpreter, and math-verify's own
+# time limits work only in the main thread and cannot interrupt a long multiplication. The process
+# is started at the first reward and killed when a check exceeds its time limit.
 
 
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 START_LIMIT_S = 120.0
-"""Importing sympy takes a second on an idle machine; this only ends a start that hangs."""
+"""Ends a start that hangs. Importing sympy takes about 1 s on an idle machine."""
 
 
 class MathConfig(ScorerOptions):
@@ -163,7 +161,7 @@ class MathConfig(ScorerOptions):
 
     type: Literal["math"] = "math"
     timeout_s: float = Field(default=10.0, gt=0.0)
-    """A check that takes longer is an error of that task, not a wrong answer."""
+    """Time limit of one comparison. Exceeding it is an error of that task, not a wrong answer."""
 
     def complaint(self, task: Task) -> str:
         texts = reference_texts(task.reference)
@@ -184,16 +182,16 @@ class MathScorer:
             )
         self._config = config
         self._worker = _Worker()
-        # One thread: it waits for the process, and the next check waits for it.
+        # One thread waits for the process; further checks queue for the thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-scorer")
 
     @property
     def process_id(self) -> int | None:
-        """The process that compares; None before the first answer and after one that failed."""
+        """Id of the worker process; None before the first answer and after a failed one."""
         return self._worker.process_id
 
     def read(self, completion: Completion) -> str | None:
-        """The last boxed formula, else the last number, as it is written: 1/2 and 0.5 are two."""
+        """Return the last boxed formula as written, or else the last number, or else the text."""
         boxed = _BOXED.findall(completion.text)
         if boxed:
             return "".join(boxed[-1].split()) or None
@@ -213,7 +211,7 @@ class MathScorer:
 
 
 class _Worker:
-    """One child process that answers a line with a line. Used by one thread at a time."""
+    """One child process that answers each line with one line. Not thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -243,7 +241,7 @@ class _Worker:
         return {"error": f"the math process died with exit code {process.returncode}."}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P keeps this folder off sys.path, where regex.py would stand in for the package regex.
+        # -P keeps this folder off sys.path, where its files could shadow installed packages.
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
             stdin=subprocess.PIPE,
@@ -260,7 +258,7 @@ class _Worker:
 
 
 def _read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> bytes | None:
-    """One line, b"" when the process has ended, None when the limit has passed."""
+    """Read one line; b"" if the process has ended, None if the time limit has passed."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], limit_s)
     return process.stdout.readline() if ready else None

@@ -1,13 +1,13 @@
-"""Your own function: the reward is what it returns for (task, completion).
+"""Python scorer: the reward is the return value of your function of (task, completion).
 
     {type: python, function: 'my_rewards.py:politeness'}
     {type: python, function: 'my_package.rewards:politeness'}
 
     def politeness(task: Task, completion: Completion) -> float: ...
 
-A plain function runs in a thread of its own, one call at a time, so that it may be slow and need
-not be thread-safe; an `async def` runs in the event loop, many calls at once. A call that takes
-longer than `timeout_s` has failed. A thread cannot be stopped: the next call gets a new one.
+A plain function runs in its own thread, one call at a time: it may be slow and need not be
+thread-safe. An `async def` runs in the event loop, many calls at once. A call fails if it takes
+longer than `timeout_s`. Its thread cannot be stopped, so the next call gets a new one.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ Result = TypeVar("Result")
 
 
 class PythonConfig(ScorerOptions):
-    """The function decides alone: references are not checked."""
+    """The function decides the reward; references are not checked."""
 
     type: Literal["python"] = "python"
     function: FunctionName
-    """`path/to/file.py:function`, or `package.module:function` of what is installed."""
+    """`path/to/file.py:function`, or `package.module:function` of an installed package."""
     timeout_s: float = Field(default=600.0, gt=0.0)
-    """A call that takes longer is an error of that answer. An `async def` that lets its calls wait
-    for one another has their waiting counted."""
+    """Time limit of one call; exceeding it is an error of that answer. For an `async def` the limit
+    includes the time its calls wait for one another."""
 
 
 class PythonScorer:
-    """Calls the function and insists on a finite number."""
+    """Calls the function; TaskError unless it returns a finite number."""
 
     answer: Literal["sample"] = "sample"
 
@@ -64,7 +64,7 @@ class PythonScorer:
         self._is_async = inspect.iscoroutinefunction(self._function)
         self._timeout_s = config.timeout_s
         self._thread = _CallThread()
-        # Held by the call that the thread makes; the limit of the next begins when it gets it.
+        # Held during a call in the thread. The next call's time limit starts when it gets the lock.
         self._turn = asyncio.Lock()
 
     def read(self, completion: Completion) -> str | None:
@@ -73,7 +73,7 @@ class PythonScorer:
     def _call(self, task: Task, completion: Completion) -> Verdict:
         try:
             return self._function(task, completion)
-        except StopIteration as error:  # a future cannot hold it: the caller would wait without end
+        except StopIteration as error:  # a future cannot hold it: the caller would wait forever
             raise TaskError(
                 f"Task {task.id}: the scorer {self._name} raised StopIteration; give next() a "
                 "default."
@@ -110,7 +110,7 @@ class PythonScorer:
             async with limit:
                 return await work
         except TimeoutError:
-            if not limit.expired():  # one of the function's own
+            if not limit.expired():  # raised by the function itself
                 raise
             raise TaskError(
                 f"{name} took longer than {self._timeout_s:g} s: make it faster, or raise "
@@ -119,8 +119,8 @@ class PythonScorer:
 
 
 class _CallThread:
-    """Makes one call after another in a thread that does not hold up the end of the program: one
-    call may never return. The thread ends with this object and its last call."""
+    """A daemon thread that makes one call after another. A call that never returns does not delay
+    the program's exit. The thread ends after its last call once this object is deleted."""
 
     def __init__(self) -> None:
         # Filled by `submit`, drained by the thread; None ends it.
@@ -138,7 +138,7 @@ class _CallThread:
                 return
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 (whoever waits gets it, exit() too)
+            except BaseException as error:  # noqa: BLE001 (re-raised in the caller, exit() too)
                 future.set_exception(error)
 
         self._calls.put(call)

@@ -1,7 +1,7 @@
-"""Scorers of text: exact match, regular expressions, multiple choice; what all configs share.
+"""Text scorers (exact match, regular expression, multiple choice), and the configs' base class.
 
-A subclass says in `complaint` what it needs of a task, so that a bad reference stops the run at
-its line of the file and not in the middle of a search.
+A config's `complaint` checks tasks in advance, so that a bad reference stops the run at its line of
+the file and not in the middle of a search.
 """
 
 import re
@@ -31,22 +31,23 @@ __all__ = [
 
 
 class ScorerOptions(Config):
-    """The parent of the scorer configs."""
+    """Base class of the scorer configs."""
 
-    def complaint(self, task: Task) -> str:  # noqa: ARG002 (most scorers need something of it)
-        """Why no completion of this task can ever be judged; "" when it can."""
+    def complaint(self, task: Task) -> str:  # noqa: ARG002 (subclasses use it)
+        """Return why no completion of this task can be judged; "" if completions can be."""
         return ""
 
 
 def require_judgeable(config: ScorerOptions, task: Task) -> None:
-    """Raise the complaint about a task that did not come through `load_taskset`."""
+    """Raise a task's complaint, for tasks that `load_taskset` did not check."""
     complaint = config.complaint(task)
     if complaint:
         raise TaskError(f"Task {task.id}: {complaint}")
 
 
 def reference_texts(reference: Json) -> tuple[str, ...]:
-    """The texts a reference accepts: itself, or each of a list. Objects and null accept none.
+    """Return the texts that a reference accepts: itself, or each item of a list. Objects and null
+    accept none.
 
     "4" -> ("4",); 4 -> ("4",); true -> ("true", "True"); ["4", "four"] -> ("4", "four")
     """
@@ -62,20 +63,20 @@ def reference_texts(reference: Json) -> tuple[str, ...]:
 
 
 NUMBER_PUNCTUATION = frozenset("-.,/:")
-"""Kept before a digit: without them 3.5 would equal 35, 1/2 would equal 12 and -3 would equal 3."""
+"""Punctuation kept before a digit. Otherwise 3.5 would equal 35, 1/2 equal 12, and -3 equal 3."""
 
 
 class ExactConfig(ScorerOptions):
-    """The text must equal the reference, or one of them when the reference is a list."""
+    """The text must equal the reference, or one item of a reference that is a list."""
 
     type: Literal["exact"] = "exact"
     strip: bool = True
-    """Ignore whitespace at both ends and count any run of it inside as one space."""
+    """Ignore whitespace at both ends, and treat any run of whitespace inside as one space."""
     ignore_case: bool = False
     """Compare case-folded: Straße equals STRASSE."""
     ignore_punctuation: bool = False
-    """Drop punctuation, but for `-.,/:` directly before a digit: `"Paris".` equals Paris, and
-    3.5 does not equal 35."""
+    """Drop punctuation except `-.,/:` directly before a digit: `"Paris".` equals Paris, but 3.5
+    does not equal 35."""
 
     def complaint(self, task: Task) -> str:
         texts = reference_texts(task.reference)
@@ -90,8 +91,6 @@ class ExactConfig(ScorerOptions):
 
 
 class ExactScorer:
-    """Whole text against whole text."""
-
     answer: Literal["sample"] = "sample"
 
     def __init__(self, config: ExactConfig) -> None:
@@ -108,7 +107,7 @@ class ExactScorer:
 
 
 def normalize_text(text: str, *, config: ExactConfig) -> str:
-    """The text as it is compared; always in Unicode's composed form."""
+    """Normalise a text for comparison, always to Unicode's composed form (NFC)."""
     text = unicodedata.normalize("NFC", text)
     if config.ignore_punctuation:
         text = "".join(c for c, after in _pairs(text) if not _is_dropped(c, after))
@@ -120,8 +119,8 @@ def normalize_text(text: str, *, config: ExactConfig) -> str:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Each character, and the one behind it."""
-    return zip(text, f"{text[1:]} ", strict=False)  # of no text there are none
+    """Yield each character with its successor; the last one's successor is a space."""
+    return zip(text, f"{text[1:]} ", strict=False)  # an empty text has no pairs
 
 
 def _is_dropped(char: str, after: str) -> bool:
@@ -134,23 +133,17 @@ def _kind(task: Task) -> str:
     return "none" if task.reference is None else type(task.reference).__name__
 
 
-# Regular expression: 1 when the pattern is found, or when what it captures is the reference.
-#
-#     {type: regex, pattern: 'answer is (\w+)', group: 1}
-#
-# The pattern is searched with Python's `re`, which has no time limit: nested repeats such as
-# `(a+)+b` can take forever on a long completion.
-
-
 class RegexConfig(ScorerOptions):
-    """Without `group` a match anywhere is enough and no reference is needed."""
+    """`{type: regex, pattern: 'answer is (\\w+)', group: 1}`. Without `group` any match is enough
+    and no reference is needed. The search has no time limit: nested repeats such as `(a+)+b` can
+    take forever on a long completion."""
 
     type: Literal["regex"] = "regex"
     pattern: str
-    """Python syntax; flags inline, such as (?i) to ignore case and (?s) to let . match newlines."""
+    """Python regular expression. Inline flags: (?i) ignores case, (?s) lets . match newlines."""
     group: int | str | None = None
-    """Number or name of the group whose text, stripped, must be the reference (or one of them).
-    The last match in the completion counts. 0 is the whole match."""
+    """Number or name of a group of the last match in the completion; 0 is the whole match. Its
+    stripped text must equal the reference, or one item of it."""
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
@@ -175,8 +168,6 @@ class RegexConfig(ScorerOptions):
 
 
 class RegexScorer:
-    """Searches the completion's text."""
-
     answer: Literal["sample"] = "sample"
 
     def __init__(self, config: RegexConfig) -> None:
@@ -202,20 +193,14 @@ class RegexScorer:
         return float(captured[-1].strip() in wanted)
 
 
-# Multiple choice: the model chooses by log-probability, 1 when it chose the reference.
-#
-# The caller scores every text of `task.choices` after the prompt, combines the log-probabilities of
-# its tokens as `normalize` says, and hands over a Completion whose text is the best choice.
-
-
 class ChoiceConfig(ScorerOptions):
-    """The reference is the text of one choice, its index from 0, or its letter from A; a text that
-    is the text of one choice and the letter of another is refused."""
+    """The model chooses by log-probability. The reference is a choice's text, its index from 0, or
+    its letter from A. A reference that is one choice's text and another's letter is refused."""
 
     type: Literal["choice"] = "choice"
     normalize: Literal["sum", "mean"] = "sum"
-    """`sum`: the log-probability of the whole choice, which favours short ones. `mean`: per token,
-    for choices of very different lengths."""
+    """How a choice's log-probability combines its tokens'. `sum` favours short choices; use `mean`,
+    per token, for choices of very different lengths."""
 
     def complaint(self, task: Task) -> str:
         if len(task.choices) < 2:
@@ -240,7 +225,8 @@ class ChoiceConfig(ScorerOptions):
 
 
 class ChoiceScorer:
-    """Compares the chosen text with the right one."""
+    """Compares a Completion whose text is the most likely of `task.choices` with the right one. The
+    caller scores the choices and combines token log-probabilities as `normalize` says."""
 
     answer: Literal["choose"] = "choose"
 
@@ -261,18 +247,18 @@ class ChoiceScorer:
 
 
 def correct_choice(task: Task) -> str | None:
-    """The text of the right choice, or None when the reference names none, or two.
+    """Return the text of the right choice; None if the reference names no choice, or two.
 
-    The reference is a number, the index from 0; or a text, the text of a choice or a letter from
-    A. A text that is both, of two choices, is ambiguous: "B" of ("O", "A", "B", "AB"). A string of
-    digits is text only, since some datasets count from 0 and some from 1.
+    A number is the index from 0. A text is the text of a choice or a letter from A; if it is both,
+    for two choices, it is ambiguous: "B" of ("O", "A", "B", "AB"). A string of digits is only text,
+    since some datasets count from 0 and some from 1.
     """
     named = _named_choices(task)
     return task.choices[named[0]] if len(named) == 1 else None
 
 
 def _named_choices(task: Task) -> list[int]:
-    """Places of the choices that the reference can mean: by its text first, then by its letter."""
+    """Return the indices of choices that the reference can mean: by text first, then by letter."""
     reference, choices = task.reference, task.choices
     if isinstance(reference, bool):
         word = str(reference).casefold()

@@ -1,4 +1,4 @@
-"""Operators that make children of adapters, each on delta W and on its two factors apart."""
+"""Operators that merge adapters into children, on delta W or on its two factors separately."""
 
 from rookery.weights.merge.children import (
     adapted_blocks,

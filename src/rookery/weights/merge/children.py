@@ -1,14 +1,13 @@
-"""Children from parents: the same operators for a pair of adapters and for a whole generation.
+"""Merges parents into children, for one child or for a whole generation.
 
     child = merge([poet, clerk], weights=[0.4, 0.6], method=TiesConfig(), rank=8, key=(seed, 0))
 
     children = merge_stack(population, crosses=crosses, method=LinearConfig())
 
-In delta space a child is the best approximation of rank `rank` to what the operator makes of
-delta W. Linear and layerwise never build delta W: their cost per layer is
-O((in + out) * (n * rank)^2) for a few parents and O((in + out) * n * rank^2) for many. TIES and
-DARE build it, a few children of one layer at a time: O(in * out * n * rank), about a hundred times
-as much.
+In delta space a child is the best approximation of rank `rank` to the operator's result on delta W.
+Linear and layerwise never build delta W: their cost per layer is O((in + out) * (n * rank)^2) for
+few parents and O((in + out) * n * rank^2) for many. TIES and DARE build it, for a few children of
+one layer at a time: O(in * out * n * rank), about a hundred times as much.
 """
 
 import re
@@ -44,30 +43,29 @@ __all__ = [
 #
 # All functions take leading batch dimensions: a [..., rank, in], b [..., out, rank]. A sum of
 # adapters is one adapter with stacked factors, `b_1 @ a_1 + b_2 @ a_2 == [b_1 b_2] @ [a_1; a_2]`.
-# The
-# products of its rows with one another, in double precision, bring it back to a rank at a cost of
-# O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
+# Gram matrices in double precision reduce its rank at a cost of O((in + out) * rank^2), exact to
+# float32 and faster than two QRs and an SVD.
 
 
 _POWER_STEPS = 2
-"""Power iterations of `low_rank`. The start spans the parents. For what TIES makes of two trained
-adapters the error is above the least by 20 % without a step, by 0.9 % after one and 0.1 % after two
-at most; for DARE, whose spectrum is flat, by 2 %, 0.8 % and 0.5 %."""
+"""Power iterations of `low_rank`, which starts from the parents' span. For TIES of two trained
+adapters, the error exceeds the minimum by at most 20 % with no iteration, 0.9 % with one and 0.1 %
+with two. For DARE, whose spectrum is flat, it is 2 %, 0.8 % and 0.5 %."""
 _OVERSAMPLING = 8
-"""Directions beyond the rank that `low_rank` follows, so that the last ones converge too."""
+"""Extra directions in `low_rank` beyond the rank, so that the last ones converge too."""
 _KRYLOV_STEPS = 4
-"""Steps of `truncate_many`. For a sum of random adapters, whose spectrum is flat, the error is
-above the least by 0.06 % after three, 0.015 % after four and 0.001 % after six; where the spectrum
-falls, three reach the rounding of float32."""
-_NOTHING = 1e-7
-"""Singular values below this part of the largest are rounding in float32."""
+"""Steps of `truncate_many`. For a sum of random adapters, whose spectrum is flat, the error exceeds
+the minimum by 0.06 % after three steps, 0.015 % after four and 0.001 % after six. With a falling
+spectrum, three steps reach float32 rounding."""
+_ROUNDING = 1e-7
+"""Singular values below this fraction of the largest are float32 rounding errors."""
 
 
 def truncate(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best approximation of b @ a of the given rank, exact where the rank suffices.
+    """Return factors of the best approximation of b @ a of the given rank, exact if it suffices.
 
-    Each factor carries the square root of the singular values. Directions that are not needed
-    are zero, so the shapes are always [..., rank, in] and [..., out, rank].
+    Each factor carries the square root of the singular values. Unused directions are zero: the
+    shapes are always [..., rank, in] and [..., out, rank].
     """
     axes, lengths = _principal(_products(a))
     core, inverse = axes * lengths.unsqueeze(-2), axes * _reciprocal(lengths).unsqueeze(-2)
@@ -84,10 +82,10 @@ def truncate_many(
     a: torch.Tensor, b: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `truncate`, for stacked factors of many adapters: the cost is linear in their number,
-    that of `truncate` grows with its cube.
+    where that of `truncate` is cubic.
 
-    Where `a` has many more rows than the rank, the best approximation is searched in the block
-    Krylov space of b @ a from fixed random combinations of the rows of a.
+    If `a` has many more rows than the rank, search the best approximation in the block Krylov space
+    of b @ a that starts from fixed random combinations of the rows of a.
     """
     width = rank + _OVERSAMPLING
     num_rows = a.shape[-2]
@@ -102,9 +100,9 @@ def truncate_many(
 
 
 def truncate_dense(matrix: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best approximation of the given rank of a dense [..., out, in] matrix, as `truncate`'s.
+    """Like `truncate`, for a dense [..., out, in] matrix.
 
-    For what is blended of so many adapters that their rows span more than the matrix has.
+    Used if the parents have more rows together than the matrix.
     """
     num_out, num_in = matrix.shape[-2:]
     if num_out > num_in:
@@ -121,14 +119,14 @@ def truncate_dense(matrix: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, to
 def low_rank(
     matrix: torch.Tensor, *, rank: int, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the given rank close to the best for a dense [..., out, in] matrix.
+    """Return nearly optimal factors of the given rank for a dense [..., out, in] matrix.
 
-    Subspace iteration from `start` [..., m, in], rows that nearly span the answer (the parents'
-    a). Costs 2 * (_POWER_STEPS + 1) products with the matrix instead of a full SVD.
+    Subspace iteration from `start` [..., m, in], rows that nearly span the result (the parents' a).
+    Costs 2 * (_POWER_STEPS + 1) products with the matrix instead of a full SVD.
     """
     width = min(rank + _OVERSAMPLING, *matrix.shape[-2:])
     extra = max(0, width - start.shape[-2])
-    # Rows of the matrix itself stand in for missing directions: no randomness is needed.
+    # Rows of the matrix itself replace missing directions, without randomness.
     fill = matrix[..., :extra, :] if extra else start[..., :0, :]
     start = torch.cat([_without_zeros(start, matrix), fill], dim=-2)
     basis = _orthonormal(matrix @ start.mT)
@@ -138,7 +136,7 @@ def low_rank(
 
 
 def _without_zeros(start: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Zeros that fill a smaller rank span nothing: rows of the matrix take their place."""
+    """Replace zero rows, the padding of smaller ranks, by rows of the matrix."""
     rows = torch.arange(start.shape[-2], device=matrix.device) % matrix.shape[-2]
     is_zero = (start == 0).all(dim=-1, keepdim=True)
     return torch.where(is_zero, matrix[..., rows, :], start)
@@ -152,24 +150,24 @@ def _padded(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tenso
 
 
 def _products(rows: torch.Tensor) -> torch.Tensor:
-    """[..., k, k] of [..., k, n] rows with one another, in double precision."""
+    """Return the Gram matrix [..., k, k] of rows [..., k, n], in double precision."""
     rows = rows.double()
     return rows @ rows.mT
 
 
 def _principal(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The left singular vectors of rows with these products as columns [..., k, k], and the
-    singular values [..., k], descending; what is rounding is 0."""
+    """From a Gram matrix, return the left singular vectors as columns [..., k, k] and the singular
+    values [..., k], descending, with rounding errors set to 0."""
     squares, axes = _eigh(products)
     lengths = squares.flip(-1).clamp(min=0).sqrt()
-    return axes.flip(-1), torch.where(lengths > _NOTHING * lengths[..., :1], lengths, 0.0)
+    return axes.flip(-1), torch.where(lengths > _ROUNDING * lengths[..., :1], lengths, 0.0)
 
 
 def _eigh(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not products.is_cuda:
         values, vectors = torch.linalg.eigh(products)
         return values, vectors
-    # A GPU takes longer to begin on matrices this small than a core to finish them.
+    # For matrices this small, a GPU takes longer to launch than a core to compute.
     values, vectors = torch.linalg.eigh(products.cpu())
     return values.to(products.device), vectors.to(products.device)
 
@@ -179,21 +177,21 @@ def _reciprocal(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """[..., n, k] of the same span; columns that it does not need are 0."""
+    """Return orthonormal columns [..., n, k] with the same span; unneeded columns are 0."""
     axes, lengths = _principal(_products(columns.mT))
     return columns @ (axes * _reciprocal(lengths).unsqueeze(-2)).to(columns.dtype)
 
 
 _FEW_PARENTS = 8
-"""So many parents or fewer are cut exactly, whatever their ranks and the layer."""
+"""Up to this many parents are truncated exactly, for any rank and layer."""
 _BATCH_NUMBERS = 1 << 22
-"""Factors that are brought back to a rank together: 16 MB of each parent, and twice as doubles."""
+"""Numbers per parent truncated in one batch: 16 MB, and twice that as doubles."""
 _PATCH_NUMBERS = 1 << 24
-"""Children of one layer are blended together up to this many numbers of delta W: 64 MB."""
+"""Limit on the numbers of delta W for children of one layer in one patch: 64 MB."""
 _DENSE_NUMBERS = 1 << 28
-"""Numbers of delta W that are blended at a time: 1 GB, and twice that for their parents."""
+"""Limit on the numbers of delta W in work: 1 GB, and twice that for their parents."""
 _GPU_NUMBERS = 1 << 26
-"""The same on a GPU, where servers have most of the memory."""
+"""Limit like `_DENSE_NUMBERS` on a GPU, where servers use most of the memory."""
 
 
 def merge(
@@ -205,10 +203,9 @@ def merge(
     key: Key = (),
     device: torch.device | str = "cpu",
 ) -> Adapter:
-    """One child named "child". The parents may differ in rank, layers, scale and dtype.
+    """Merge into one adapter named "child". Parents may differ in rank, layers, scale and dtype.
 
-    `rank` defaults to the largest of the parents. It is made on `device`, and the same key gives
-    the same bits there.
+    `rank` defaults to the parents' largest. On a given `device`, equal keys give equal bits.
     """
     cross = Cross(parents=tuple(range(len(parents))), weights=tuple(weights), key=key)
     population = stack(parents).to(device)
@@ -224,7 +221,7 @@ def merge_stack(
     rank: int | None = None,
     out: Stack | None = None,
 ) -> Stack:
-    """A row per cross, of the population's layout at `rank`. `out` is memory to use again."""
+    """Make one row per cross, in the population's layout at `rank`. `out` is memory to reuse."""
     wanted = population.layout.rank if rank is None else rank
     if wanted < 1:
         raise AdapterError(f"rank is {rank}; give 1 or more, or leave it out.")
@@ -248,7 +245,7 @@ def merge_stack(
 
 
 def change_rank(population: Stack, *, rank: int) -> Stack:
-    """The same rows at another rank: exact when it grows, the best approximation when not."""
+    """Return the rows at another rank: exact if it grows, else the best approximation."""
     changed = empty_stack(
         replace(population.layout, rank=rank),
         num_rows=population.data.shape[0],
@@ -271,23 +268,23 @@ def _weigh_deltas(
         chosen = [crosses[child] for child in made]
         cut = truncate if len(chosen[0].parents) <= _FEW_PARENTS else truncate_many
         num_rows = len(made) * population.layout.rank
-        for layers in _alike(population.layout.layers, num_rows=num_rows):
+        for layers in _same_shape_batches(population.layout.layers, num_rows=num_rows):
             parts = [_combined(population, chosen, method, name) for name in layers]
             a, b = map(torch.stack, zip(*parts, strict=True))
             new_a, new_b = cut(a, b, rank=children.layout.rank)
-            for name, own_a, own_b in zip(layers, new_a, new_b, strict=True):
-                children.a(name)[made] = own_a
-                children.b(name)[made] = own_b
+            for name, child_a, child_b in zip(layers, new_a, new_b, strict=True):
+                children.a(name)[made] = child_a
+                children.b(name)[made] = child_b
 
 
 def _is_crowded(layer: LayerShape, *, num_parents: int, rank: int) -> bool:
-    """Whether the parents' stacked factors have more rows than delta W itself."""
+    """Return whether the parents' stacked factors have more rows than delta W itself."""
     return num_parents > _FEW_PARENTS and num_parents * rank > min(layer.num_in, layer.num_out)
 
 
-def _alike(layers: Sequence[LayerShape], *, num_rows: int) -> Iterator[list[str]]:
-    """Layers of one shape, by name: as many together as fit a batch. A call costs more than a small
-    layer's numbers, `num_rows` for each input and output."""
+def _same_shape_batches(layers: Sequence[LayerShape], *, num_rows: int) -> Iterator[list[str]]:
+    """Yield batches of layer names of one shape, since a call costs more than a small layer. A
+    layer has `num_rows` numbers per input and output."""
     by_shape: dict[tuple[int, int], list[str]] = defaultdict(list)
     for layer in layers:
         by_shape[layer.num_in, layer.num_out].append(layer.name)
@@ -300,7 +297,7 @@ def _alike(layers: Sequence[LayerShape], *, num_rows: int) -> Iterator[list[str]
 def _combined(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stacked factors [C, n * rank, in] and [C, out, n * rank] of children with n parents each."""
+    """Stack the factors of C children with n parents: [C, n * rank, in], [C, out, n * rank]."""
     index_C_n = torch.tensor([cross.parents for cross in crosses])
     a, b = population.a(layer)[index_C_n], population.b(layer)[index_C_n]
     weigh = WEIGHINGS[method.type]
@@ -310,32 +307,32 @@ def _combined(
 
 
 class _Patch(NamedTuple):
-    """A few children of one layer, and the parents they are made of."""
+    """A few children of one layer, and their parents."""
 
     layer: LayerShape
     first: int
     crosses: Sequence[Cross]
     parents: list[int]
-    """Those that the crosses name."""
+    """Rows of the population that the crosses name."""
     rows: Rows
-    """Their dense deltas."""
+    """Dense deltas of `parents`."""
 
 
 class _Dense(NamedTuple):
-    """One layer of one child, before it is cut to its rank."""
+    """One layer of one child, before truncation to its rank."""
 
     layer: str
     child: int
     matrix: torch.Tensor
     start: torch.Tensor | None
-    """The parents' a, which nearly span what is kept; None where they are too many to help."""
+    """The parents' a, which nearly span the result; None if the parents are too many to help."""
 
 
 def _blend_deltas(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
-    """On the CPU blends have a thread each and products have all of them: by turns, never both. On
-    a GPU, where a wait takes longer than the numbers, matrices of one shape are cut together."""
+    """On the CPU, alternate between blends with one thread each and products with all threads. On a
+    GPU, where launches cost more than arithmetic, truncate matrices of one shape together."""
     is_on_gpu = computes_on_gpu(population)
     for patches in _patches(population, crosses):
         blended = each(partial(_blend_patch, method), patches, num_threads=1 if is_on_gpu else None)
@@ -345,7 +342,7 @@ def _blend_deltas(
             for one in _unpacked(population, patch, matrices)
         ]
         for group in _of_one_shape(dense) if is_on_gpu else [[one] for one in dense]:
-            _cut(group, children)
+            _truncate_into(group, children)
 
 
 def computes_on_gpu(population: Stack) -> bool:
@@ -353,9 +350,9 @@ def computes_on_gpu(population: Stack) -> bool:
 
 
 def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patch]]:
-    """All children and layers, as many at a time as there are threads and the memory allows.
+    """Yield all children and layers in groups, limited by the number of threads and by memory.
 
-    Layers of one size come together: the threads of a smaller one would wait for the others.
+    Layers are sorted by size: the thread of a smaller layer would wait for the others.
     """
     patches: list[_Patch] = []
     for layer in sorted(population.layout.layers, key=lambda shape: shape.num_out * shape.num_in):
@@ -395,8 +392,7 @@ def _of_one_shape(matrices: Sequence[_Dense]) -> list[list[_Dense]]:
     return list(groups.values())
 
 
-def _cut(group: Sequence[_Dense], children: Stack) -> None:
-    """Fill the children's factors."""
+def _truncate_into(group: Sequence[_Dense], children: Stack) -> None:
     matrices = [one.matrix for one in group]
     starts = [one.start for one in group if one.start is not None]
     rank = children.layout.rank
@@ -407,13 +403,13 @@ def _cut(group: Sequence[_Dense], children: Stack) -> None:
     else:
         a, b = low_rank(torch.stack(matrices), rank=rank, start=torch.stack(starts))
         factors = list(zip(a, b, strict=True))
-    for one, (own_a, own_b) in zip(group, factors, strict=True):
-        children.a(one.layer)[one.child] = own_a
-        children.b(one.layer)[one.child] = own_b
+    for one, (child_a, child_b) in zip(group, factors, strict=True):
+        children.a(one.layer)[one.child] = child_a
+        children.b(one.layer)[one.child] = child_b
 
 
 def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:
-    """The dense matrices [C, out, in] that the operator makes of one layer."""
+    """Return the operator's dense results [C, out, in] for one layer."""
     layer = patch.layer
     local = [
         replace(cross, parents=tuple(patch.parents.index(parent) for parent in cross.parents))
@@ -444,7 +440,7 @@ def _weigh_factors(
 def _stretches(
     population: Stack, cross: Cross, method: MergeConfig
 ) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-    """(begin, end, coefficients) of neighbouring factors that share them; for linear, one."""
+    """Yield (begin, end, coefficients) of neighbouring factors with equal coefficients."""
     weigh = WEIGHINGS[method.type]
     begin, current = 0, None
     all_places = places(population.layout)
@@ -461,9 +457,9 @@ def _stretches(
 def _weighted_sum(
     vectors: Sequence[torch.Tensor], coefficients: Sequence[float], *, out: torch.Tensor
 ) -> None:
-    """One pass for two parents whose coefficients sum to 1, the common case; else one each."""
+    """Sum the vectors; the common case, two coefficients of sum 1, takes only one pass."""
     if len(vectors) == 2 and abs(sum(coefficients) - 1) < 1e-12:
-        # A weight in a tensor takes the quicker kernel.
+        # A tensor as the weight selects the faster kernel.
         weight = torch.tensor(coefficients[1], device=out.device)
         torch.lerp(vectors[0], vectors[1], weight, out=out)
         return
@@ -476,13 +472,14 @@ _SUM = LinearConfig(normalise=False)
 
 
 def block_names(parents: Sequence[Adapter]) -> tuple[str, ...]:
-    """The blocks that any of them adapts, in the order of the model."""
+    """Return the blocks that any parent adapts, in the order of the model."""
     names = {block_of(layer) for parent in parents for layer in parent.factors}
     return tuple(sorted(names, key=_in_order))
 
 
 def adapted_blocks(parents: Sequence[Adapter]) -> tuple[bool, ...]:
-    """Of every block whether each of them changes it, in the order of the weights of a merge."""
+    """Return, for every block and parent, whether the parent changes the block. The order is that
+    of the weights of `merge_by_block`."""
     blocks = [
         {block_of(layer) for layer, lora in parent.factors.items() if lora.a.any() and lora.b.any()}
         for parent in parents
@@ -497,7 +494,8 @@ def merge_by_block(
     rank: int,
     device: torch.device | str = "cpu",
 ) -> Adapter:
-    """Their weighted sum, named "child". The first weights, one each, are of the first block."""
+    """Return the weighted sum, named "child". `weights` has one weight per parent for the first
+    block of `block_names`, then for the second, and so on."""
     names, count = block_names(parents), len(parents)
     if len(weights) != len(names) * count:
         raise AdapterError(
@@ -524,7 +522,6 @@ def merge_by_block(
 
 
 def _part(parent: Adapter, block: str) -> Adapter:
-    """What the adapter changes of one block."""
     return replace(
         parent,
         factors={k: lora for k, lora in parent.factors.items() if block_of(k) == block},
@@ -532,5 +529,5 @@ def _part(parent: Adapter, block: str) -> Adapter:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """By number where there is one: layer 9 before layer 10."""
+    """Sort key that orders numbers by value: layer 9 before layer 10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]

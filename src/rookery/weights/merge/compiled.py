@@ -1,9 +1,8 @@
-"""The passes in C, compiled when they are first needed: ten times as fast, the same bits.
+"""Entry-wise merge passes in C, compiled at first use: ten times as fast as in torch, equal bits.
 
     engine = load_compiled()
 
-A C compiler is used where there is one (`cc` on the PATH, half a second once per process); without
-one the passes run in torch.
+A C compiler (`cc` on the PATH) runs for 0.5 s per process; without one, passes run in torch.
 """
 
 import ctypes
@@ -37,32 +36,31 @@ __all__ = [
     "open_rows",
 ]
 
-# One pass makes a child entry by entry. A row is cut into stretches; in each, the entries of every
-# parent are trimmed by a limit or multiplied by random factors; then the parents are added, or the
+# A pass makes one child entry by entry. A row is cut into stretches. In each stretch, all parents'
+# entries are trimmed by a limit or multiplied by random factors. Then the parents are added, or a
 # sign is elected.
 
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 NEXT_TO_NOTHING = np.float32(1e-30)
-"""Added to the weights of the elected so that none elected gives 0 / 1e-30 = 0. It changes no
-weight above 1e-22."""
+"""Added to the elected parents' weight: with none, 0 / 1e-30 = 0. Changes no weight above 1e-22."""
 
 Row = TypeVar("Row", Floats, torch.Tensor)
-"""A row in this machine's memory, or on a GPU."""
+"""A row in host memory, or on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trim(Generic[Row]):
-    """Entries below the limit of their parent and stretch become 0."""
+    """Set entries below the limit of their parent and stretch to 0."""
 
     limits: Sequence[Row]
-    """Of each parent, [stretches]."""
+    """[stretches] for each parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The entries of parent p in stretch s times `tables[p][starts[p, s]:]`."""
+    """Multiply the entries of parent p in stretch s by `tables[p][starts[p, s]:]`."""
 
     tables: list[Floats]
     starts: Integers
@@ -72,20 +70,20 @@ class Drop:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend(Generic[Row]):
     rows: list[Row]
-    """The parents, contiguous."""
+    """Contiguous parents."""
     bounds: Integers
-    """[stretches, 2]: begin and end. What lies between stretches is left alone."""
+    """[stretches, 2]: begin and end. Numbers between stretches are unchanged."""
     entries: Trim[Row] | Drop
     weights: Floats | None
-    """Of sum 1, to elect by; None adds the parents as they are."""
+    """Weights of sum 1 for the election; None adds the parents unweighted."""
     out: Row
 
 
 class PassRunner(Protocol[Row]):
-    """Runs passes; all give the same bits."""
+    """Runs passes. All implementations give the same bits."""
 
     def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Row:
-        """Per stretch the least of the `counts` largest magnitudes; infinity where it is 0."""
+        """Return per stretch the smallest of its `counts` largest magnitudes; inf if count is 0."""
         ...
 
     def blend(self, blend: Blend[Row]) -> None:
@@ -93,14 +91,9 @@ class PassRunner(Protocol[Row]):
         ...
 
 
-# The passes as torch calls: for rows on a GPU, and where there is no compiler.
-#
-# They round as the compiled ones do. On a GPU a pass holds a few rows of temporary numbers,
-# elsewhere a few blocks of them.
-
-
 class Tensors:
-    """A PassRunner of tensors."""
+    """A PassRunner in torch, for rows on a GPU or without a compiler. It rounds like the compiled
+    one. Its temporary memory is a few rows on a GPU, and a few blocks on the CPU."""
 
     def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
         limits = row.new_full((len(bounds),), torch.inf)
@@ -129,7 +122,6 @@ class Tensors:
 
 
 def as_tensors(blend: Blend[Floats]) -> Blend[torch.Tensor]:
-    """The same pass on the same memory."""
     entries = blend.entries
     return Blend(
         rows=[torch.from_numpy(row) for row in blend.rows],
@@ -145,12 +137,12 @@ def as_tensors(blend: Blend[Floats]) -> Blend[torch.Tensor]:
 def _kth_magnitude(row: torch.Tensor, k: int) -> torch.Tensor:
     if row.device.type == "cpu":
         return row.abs().kthvalue(len(row) - k + 1).values
-    # Sorting waits for nothing; what selects has to know how many are left.
+    # Sorting needs no synchronisation; a selection would have to wait for counts.
     return row.abs().sort(descending=True).values[k - 1]
 
 
 def _pieces(out: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """What is computed at a time: blocks that stay in a core's cache, or all of it on a GPU."""
+    """Yield ranges to compute at a time: cache-sized blocks on the CPU, everything on a GPU."""
     return blocks(start, stop) if out.device.type == "cpu" else iter([(start, stop)])
 
 
@@ -168,16 +160,16 @@ def _count(votes: list[torch.Tensor], weights: Floats | None) -> torch.Tensor:
     total = _added([vote * share for vote, share in zip(votes, shares, strict=True)])
     if len(votes) == 2:
         return _elect_pair(votes[0], votes[1], total)
-    heard = [
+    elected = [
         torch.where(vote * total > 0, share, 0.0) for vote, share in zip(votes, shares, strict=True)
     ]
-    products = [vote * share for vote, share in zip(votes, heard, strict=True)]
+    products = [vote * share for vote, share in zip(votes, elected, strict=True)]
     agreed = _added(products) + 0.0  # -0 becomes 0
-    return agreed / (_added(heard) + float(NEXT_TO_NOTHING))
+    return agreed / (_added(elected) + float(NEXT_TO_NOTHING))
 
 
 def _elect_pair(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The weighted sum where both votes have its sign, else the one that has it, else 0."""
+    """Return the weighted sum if both votes have its sign, else the one that does, else 0."""
     has_first, has_second = first * total > 0, second * total > 0
     alone = torch.where(has_second, second, 0.0)
     return torch.where(has_first, torch.where(has_second, total, first), alone)
@@ -194,19 +186,19 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("entries.c")
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
-"""No fused multiply-add, which would round otherwise than torch. Without -fno-trapping-math
-comparisons stay scalar."""
+"""-ffp-contract=off forbids fused multiply-add, which rounds differently from torch. Without
+-fno-trapping-math, comparisons stay scalar."""
 _NATIVE = "-march=native"
-"""Every instruction of this machine; a compiler that does not know the flag does without."""
+"""Allows every instruction of this machine; omitted if the compiler refuses the flag."""
 _COMPILE_S = 60
 _MOST_PARENTS = 8
-"""As in the C source. More run in torch."""
+"""Limit of the C source; passes with more parents run in torch."""
 _GROUP = 64
-"""As in the C source: bytes are counted in groups."""
+"""Group size of the C source, which counts bytes in groups."""
 
 
 class _Blend(ctypes.Structure):
-    """The struct of the C source."""
+    """Mirrors the struct of the C source."""
 
     _fields_ = (
         ("num_parents", ctypes.c_int64),
@@ -222,7 +214,7 @@ class _Blend(ctypes.Structure):
 
 
 class Compiled:
-    """A PassRunner. Calls take whole rows and leave other threads running."""
+    """A PassRunner in C. A call handles whole rows and releases the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._limits = library.limits
@@ -284,7 +276,7 @@ def _addresses(arrays: list[Floats]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def compile_passes(compiler: str) -> Compiled:
-    """Raises CalledProcessError, TimeoutExpired or OSError where it cannot be built or loaded."""
+    """Raise CalledProcessError, TimeoutExpired or OSError if building or loading fails."""
     with TemporaryDirectory(prefix="rookery-") as folder:
         library = Path(folder) / "entries.so"
         try:
@@ -301,7 +293,7 @@ def _compile(compiler: str, library: Path, *flags: str) -> None:
 
 @cache
 def load_compiled() -> Compiled | None:
-    """The compiled passes; None where no compiler is found or it fails."""
+    """Return the compiled passes; None if there is no compiler or it fails. Cached."""
     compiler = shutil.which("cc")
     if compiler is None:
         logger.info("No C compiler `cc`: TIES and DARE run in torch, slower and to the same bits.")
@@ -314,7 +306,7 @@ def load_compiled() -> Compiled | None:
 
 
 def open_rows(rows: Rows, out: torch.Tensor) -> tuple[PassRunner[Any], Any, Any]:
-    """An engine, and the rows [P, M] and the result as it takes them."""
+    """Return a PassRunner, and the rows [P, M] and the output in the types that it takes."""
     compiled = load_compiled() if rows.data.device.type == "cpu" else None
     if compiled is not None:
         return compiled, rows.data.numpy(), out.numpy()

@@ -1,4 +1,4 @@
-"""One child to make: which rows of a stack, how much of each, and the key of its randomness."""
+"""Specifies a child to make (`Cross`), and the rows that entry-wise operators work on (`Rows`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,19 +27,16 @@ __all__ = [
     "shares",
 ]
 
-# Long rows in blocks that fit the cache, and several rows at once on the cores there are.
-
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BLOCK = 32768
-"""Numbers per block: 128 KiB, so that the half dozen blocks of an operator stay in the cache of one
-core. Twice as many fall out of it; with half as many the cost of the calls shows."""
+"""Numbers per block: 128 KiB, so that an operator's half dozen blocks stay in one core's cache.
+Twice as many do not fit; with half as many the cost of the calls shows."""
 
 
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of consecutive blocks; the same whatever the number of threads."""
+    """Yield (begin, end) of consecutive blocks; independent of the number of threads."""
     for begin in range(start, stop, BLOCK):
         yield begin, min(begin + BLOCK, stop)
 
@@ -47,7 +44,7 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def each(
     function: Callable[[Item], Result], items: Sequence[Item], *, num_threads: int | None = None
 ) -> list[Result]:
-    """The results in order, computed by as many threads as torch may use, or by fewer."""
+    """Return the results in order, computed by up to `num_threads` threads, by default torch's."""
     num_threads = min(num_threads or torch.get_num_threads(), len(items))
     if num_threads <= 1:
         return [function(item) for item in items]
@@ -55,21 +52,19 @@ def each(
         return list(pool.map(function, items))
 
 
-# Long vectors that entry-wise operators combine: adapters as rows, or one layer's dense deltas.
-
-
 class Piece(NamedTuple):
-    """A stretch of the rows that is trimmed by itself: one factor, or the delta of one layer."""
+    """A range of the rows that is trimmed separately: one factor, or the delta of one layer."""
 
     start: int
     stop: int
     sizes: tuple[int, ...]
-    """Per row, how many of its numbers are weights and not zeros that fill the rank."""
+    """Count of weights per row, without the zeros that pad the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """`data` [P, M], cut into pieces. `name` tells apart the draws of several rows of one child."""
+    """`data` [P, M] in pieces: whole adapters, or one layer's dense deltas. `name` separates the
+    random streams of a child's layers."""
 
     name: str
     data: torch.Tensor
@@ -77,7 +72,7 @@ class Rows:
 
 
 def factor_rows(population: Stack) -> Rows:
-    """Whole adapters, every factor a piece."""
+    """Return whole adapters as rows; each factor is a piece."""
     pieces = _pieces(population.layout, population.ranks)
     return Rows(name="", data=population.data, pieces=pieces)
 
@@ -93,25 +88,25 @@ def _pieces(layout: Layout, ranks_P: tuple[tuple[int, ...], ...]) -> tuple[Piece
 
 
 def delta_rows(population: Stack, *, layer: str, parents: list[int]) -> Rows:
-    """The dense b @ a of one layer for each parent, [n, out * in], one piece."""
+    """Return the dense b @ a of one layer for each parent, [n, out * in], as one piece."""
     dense = (population.b(layer)[parents] @ population.a(layer)[parents]).flatten(1)
     num, length = dense.shape
     return Rows(name=layer, data=dense, pieces=(Piece(0, length, (length,) * num),))
 
 
 Space = Literal["delta", "factor"]
-"""Where parents are combined: on delta W = b @ a itself, or on a and b apart.
+"""Space in which parents are combined: delta W = b @ a, or a and b separately.
 
-Averaging a and b apart is not averaging delta W: for two unrelated parents it gives an update of
-half the size. It is there to reproduce published results.
+Averaging a and b separately does not average delta W: two unrelated parents give an update of half
+the size. It exists to reproduce published results.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cross:
-    """`Cross(parents=(0, 3), weights=(0.4, 0.6), key=(seed, generation, child))`.
+    """Parents (rows of a stack), weights and random key of a child, which depends on nothing else.
 
-    A child depends on its own cross alone, never on the others made in the same call.
+    `Cross(parents=(0, 3), weights=(0.4, 0.6), key=(seed, generation, child))`
     """
 
     parents: tuple[int, ...]
@@ -128,12 +123,12 @@ class Cross:
             raise AdapterError(
                 f"Got the weights {list(self.weights)}; give finite numbers, one for each parent."
             )
-        # Numbers of numpy would make double tensors of what is multiplied by them.
+        # Multiplying a tensor by a numpy number would give doubles.
         object.__setattr__(self, "weights", tuple(map(float, self.weights)))
 
 
 def normalised(cross: Cross) -> tuple[float, ...]:
-    """Weights divided by their sum."""
+    """Return the weights divided by their sum; AdapterError if that is 0."""
     total = sum(cross.weights)
     if total == 0:
         raise AdapterError(
@@ -144,7 +139,7 @@ def normalised(cross: Cross) -> tuple[float, ...]:
 
 
 def shares(cross: Cross) -> tuple[float, ...]:
-    """Weights as parts of a whole: none negative, sum 1."""
+    """Return the weights divided by their sum; AdapterError for a negative weight."""
     if min(cross.weights) < 0:
         raise AdapterError(
             f"Got the weights {list(cross.weights)}; this operator needs weights of at least 0. "

@@ -1,8 +1,8 @@
 /* Entry-wise operators on rows of float32: the k-th largest magnitude, trim or drop, elect or add.
  *
- * compiled.py builds this file and hands it whole rows. C with the vector types of gcc and clang;
- * two functions name an instruction that compilers do not find, and have a plain twin. Formulas
- * round as portable.py does: no fused multiply-add (-ffp-contract=off), the same order of sums.
+ * compiled.py builds this file and passes it whole rows. It uses the vector types of gcc and clang.
+ * Two functions use instructions that compilers do not choose, and have a plain fallback. Results
+ * round as in `Tensors` of compiled.py: no fused multiply-add (-ffp-contract=off), equal sum order.
  */
 #include <stdint.h>
 #if defined(__aarch64__)
@@ -26,13 +26,13 @@ typedef uint64_t Longs __attribute__((vector_size(16), may_alias));
 typedef uint32_t __attribute__((may_alias)) Bits;
 
 /* ---- The k-th largest magnitude --------------------------------------------------------------
- * The bits of magnitudes order as the magnitudes do. A sample tells roughly where the upper 15 bits
- * of the answer lie; there every number gets a byte, and a search that counts bytes finds the exact
- * upper bits. The lower 16 are searched among the few numbers that share them. No number is moved.
+ * The bits of magnitudes have the order of the magnitudes. A sample gives an approximate range for
+ * the upper 15 bits of the answer. In this range every number gets a byte, and a search that counts
+ * bytes finds the exact upper bits. The lower 16 are searched among the few numbers with these.
  */
 enum { GROUP = 64, FULL = 255, SAMPLES = 150 };
 
-/* The last group is filled with zeros: what is counted is always above 0. */
+/* Pad the last group with zeros, which are never counted: thresholds are above 0. */
 static void pad(uint8_t *keys, int64_t num) {
   for (int64_t i = num; i % GROUP; i++) keys[i] = 0;
 }
@@ -45,7 +45,7 @@ static int64_t total_of(const Bytes *sums) {
   return (int64_t)(eights[0] + eights[1]);
 }
 
-/* How many keys reach the threshold. A byte of a sum counts up to FULL groups. */
+/* Count the keys that reach the threshold. A byte of a sum can count up to FULL groups. */
 static int64_t count(const uint8_t *keys, int64_t num, int threshold) {
   const Bytes least = (Bytes){0} + (uint8_t)threshold;
   int64_t found = 0;
@@ -59,7 +59,7 @@ static int64_t count(const uint8_t *keys, int64_t num, int threshold) {
   return found;
 }
 
-/* Keys between which the answer lies: at_low = count(low) >= k > at_high = count(high). */
+/* Keys that bracket the answer: at_low = count(low) >= k > at_high = count(high). */
 typedef struct { int low, high; int64_t at_low, at_high; } Bracket;
 
 static void narrow(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k, int key) {
@@ -69,8 +69,8 @@ static void narrow(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k
   else bracket->high = key, bracket->at_high = found;
 }
 
-/* Goes from the last probe as far as `density`, numbers per key, says; halves now and then, so that
- * no distribution takes long, and always when it is 0. At the end low is the k-th largest key. */
+/* Find the k-th largest key, as bracket->low. A probe extrapolates from the last one by `density`,
+ * numbers per key. To bound the time every fourth probe bisects, and all do if density is 0. */
 static void search(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k, double density,
                    int place) {
   for (int turn = 1; bracket->high - bracket->low > 1; turn++) {
@@ -84,7 +84,7 @@ static void search(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k
   }
 }
 
-/* The k-th largest of short integers: the upper byte, then the lower byte among its equals. */
+/* Find the k-th largest short: the upper byte, then the lower byte among equal upper bytes. */
 static int kth_short(const uint16_t *values, int64_t num, int64_t k, uint8_t *keys) {
   Bracket upper = {0, 256, num, 0};
   for (int64_t i = 0; i < num; i++) keys[i] = (uint8_t)(values[i] >> 8);
@@ -107,7 +107,7 @@ static int64_t gather(const Bits *bits, const uint8_t *keys, int64_t num, int ke
 
 INLINE int any(Bytes mask) { return (((Longs)mask)[0] | ((Longs)mask)[1]) != 0; }
 
-/* The lower 16 bits of the numbers with this key. Few groups hold one, and few vectors of those. */
+/* Collect the lower 16 bits of the numbers with this key, which are rare: skip groups without. */
 static int64_t lower_bits(const Bits *bits, const uint8_t *keys, int64_t num, int key,
                           uint16_t *out) {
   const Bytes wanted = (Bytes){0} + (uint8_t)key;
@@ -124,7 +124,7 @@ static int64_t lower_bits(const Bits *bits, const uint8_t *keys, int64_t num, in
   return found;
 }
 
-/* Signed shorts as bytes: below 0 is 0, above 255 is 255. */
+/* Convert signed shorts to bytes, clamped to 0 .. 255. */
 INLINE Bytes saturate(Shorts x, Shorts y) {
 #if defined(__aarch64__)
   return (Bytes)vqmovun_high_s16(vqmovun_s16((int16x8_t)x), (int16x8_t)y);
@@ -147,7 +147,7 @@ INLINE Shorts eight_upper(const Bits *bits) {
   return (Shorts){x[1], x[3], x[5], x[7], y[1], y[3], y[5], y[7]} & 0x7fff;
 }
 
-/* Key 1 is the base, 0 what is below it, 255 what is beyond a byte. */
+/* Key 1 stands for the base, 0 for smaller values, 255 for values beyond a byte. */
 static void make_keys(const Bits *bits, int64_t num, int base, uint8_t *keys) {
   const Shorts zero = (Shorts){0} + (uint16_t)(base - 1);
   int64_t i = 0;
@@ -161,7 +161,7 @@ static void make_keys(const Bits *bits, int64_t num, int base, uint8_t *keys) {
   }
 }
 
-/* `shorts` has room for num + GROUP numbers, `keys` for twice as many. */
+/* `shorts` must have room for num + GROUP numbers, `keys` for twice as many. */
 static float kth_magnitude(const Bits *bits, int64_t num, int64_t k, uint16_t *shorts,
                            uint8_t *keys) {
   int64_t stride = num / SAMPLES | 1, num_sampled = (num - 1) / stride + 1;
@@ -192,7 +192,7 @@ static float kth_magnitude(const Bits *bits, int64_t num, int64_t k, uint16_t *s
   return answer.value;
 }
 
-/* Per stretch the least of the counts[i] largest magnitudes, infinity when there are none. */
+/* Per stretch, the smallest of the counts[i] largest magnitudes; infinity if counts[i] is 0. */
 void limits(const float *row, const int64_t *bounds, const int64_t *counts, int64_t num,
             int64_t longest, uint16_t *scratch, float *out) {
   uint8_t *keys = (uint8_t *)(scratch + longest + GROUP);
@@ -205,8 +205,8 @@ void limits(const float *row, const int64_t *bounds, const int64_t *counts, int6
 }
 
 /* ---- Trim or drop, elect or add --------------------------------------------------------------
- * One pass makes a child: per stretch and parent the entries are trimmed by a limit or multiplied
- * by factors, then the parents are added or the sign is elected.
+ * One pass makes a child. Per stretch and parent, entries are trimmed by a limit or multiplied by
+ * factors. Then the parents are added, or a sign is elected.
  */
 enum { MOST_PARENTS = 8, STEP = 16 };
 
@@ -231,7 +231,7 @@ INLINE Floats pick(Mask mask, Floats x, Floats y) {
   return (Floats)((mask & (Mask)x) | (~mask & (Mask)y));
 }
 INLINE Mask reaches(Floats x, Floats limit) {
-#ifdef __aarch64__ /* One instruction that compilers do not find. */
+#ifdef __aarch64__ /* An instruction that compilers do not choose. */
   Mask mask;
   __asm__("facge %0.4s, %1.4s, %2.4s" : "=w"(mask) : "w"(x), "w"(limit));
   return mask;
@@ -259,7 +259,7 @@ INLINE Floats add(const Parents *parents, const int count, const int drops, int6
   return sum;
 }
 
-/* Two parents: the weighted sum where both have its sign, else the one that has it, else 0. */
+/* For two parents: the weighted sum if both have its sign, else the one that does, else 0. */
 INLINE Floats elect_pair(const Parents *parents, const int drops, int64_t i, const int num) {
   Floats x = vote(parents, drops, 0, i, num), y = vote(parents, drops, 1, i, num);
   Floats total = x * parents->weight[0] + y * parents->weight[1];
@@ -286,7 +286,7 @@ INLINE Floats entry(const Parents *parents, const int count, const int drops, co
   return elect(parents, count, drops, i, num);
 }
 
-/* Inlined with constants for two parents; `count` is a variable for other numbers of them. */
+/* Inlined with a constant `count` for two parents, with a variable one for other numbers. */
 INLINE void run(const Blend *blend, const int count, const int drops, const int elects) {
   for (int64_t s = 0; s < blend->num_stretches; s++) {
     int64_t begin = blend->bounds[2 * s], length = blend->bounds[2 * s + 1] - begin, i = 0;
@@ -302,7 +302,7 @@ INLINE void run(const Blend *blend, const int count, const int drops, const int 
     for (; i + STEP <= length; i += STEP) {
       if (elects)
         for (int p = 0; p < count; p++) __builtin_prefetch(parents.row[p] + i + 512);
-      Floats made[STEP / 4]; /* Four at a time hide the latency of the instructions. */
+      Floats made[STEP / 4]; /* Four at a time hide instruction latency. */
 #pragma GCC unroll 4
       for (int j = 0; j < STEP / 4; j++)
         made[j] = entry(&parents, count, drops, elects, i + 4 * j, 4);

@@ -1,8 +1,7 @@
-"""The operators by name: linear, layerwise, DARE, TIES. A new one is a config, a function and a
-line in the tables at the end.
+"""Merge operators by name: linear, layerwise, DARE, TIES. The tables at the end list them.
 
-LinearConfig()                    # weights are divided by their sum: an average
-LinearConfig(normalise=False)     # weights as they are: weights (1, 1) are the plain sum
+LinearConfig()                    # divides the weights by their sum: an average
+LinearConfig(normalise=False)     # keeps the weights: (1, 1) is the plain sum
 """
 
 import re
@@ -49,39 +48,39 @@ __all__ = [
 class LinearConfig(Config):
     type: Literal["linear"] = "linear"
     space: Space = "delta"
-    """Combine delta W (exact) or the two factors apart."""
+    """Combine delta W (exact) or the two factors separately."""
     normalise: bool = True
-    """Divide the weights by their sum; false takes them as they are."""
+    """Divide the weights by their sum; false keeps them unchanged."""
 
 
 def linear(method: LinearConfig, *, cross: Cross, layer: str) -> tuple[float, ...]:  # noqa: ARG001
     return normalised(cross) if method.normalise else cross.weights
 
 
-# Layer-wise: every block of the model takes one parent, or its own mixture of them.
-
-
 _BLOCK = re.compile(r"^.*?\.\d+(?=\.)")
 
 
 def block_of(layer: str) -> str:
-    """The transformer block of a layer, "model.layers.3"; the layer itself if it is in none."""
+    """Return the transformer block of a layer, "model.layers.3", or else the layer's own name."""
     block = _BLOCK.match(layer)
     return block[0] if block else layer
 
 
 class LayerwiseConfig(Config):
+    """Every block of the model takes one parent, or its own mixture of the parents."""
+
     type: Literal["layerwise"] = "layerwise"
     space: Space = "delta"
-    """Combine delta W (exact) or the two factors apart; the same thing when `mode` is pick."""
+    """Combine delta W (exact) or the two factors separately; equal if `mode` is pick."""
     mode: Literal["pick", "mix"] = "pick"
-    """pick: one parent, with probability its weight. mix: random coefficients of that mean."""
+    """pick: one parent, with its weight as probability. mix: random coefficients of sum 1, larger
+    on average for larger weights."""
     unit: Literal["block", "layer"] = "block"
-    """What draws together: a transformer block ("model.layers.3"), or each linear layer alone."""
+    """Layers that share a draw: a transformer block ("model.layers.3"), or one linear layer."""
 
 
 def layerwise(method: LayerwiseConfig, *, cross: Cross, layer: str) -> tuple[float, ...]:
-    """Coefficients of sum 1, the same for a and b and for every layer of one unit."""
+    """Return coefficients of sum 1, equal for a and b and for all layers of a unit."""
     parts = shares(cross)
     unit = block_of(layer) if method.unit == "block" else layer
     rng = bulk_stream("layerwise", unit, *cross.key)
@@ -96,42 +95,30 @@ def layerwise(method: LayerwiseConfig, *, cross: Cross, layer: str) -> tuple[flo
     return tuple(value / sum(drawn) for value in drawn)
 
 
-# DARE: drop random entries of each parent, scale up what is left, add.
-#
-# With density p an entry is kept with probability p and multiplied by 1 / p, so that on average
-# nothing changes: the mean over keys is the linear combination.
-
-
-# TIES: trim each parent to its largest entries, elect a sign for each entry, average those of it.
-#
-#     merged = sum of w_i * t_i over the parents that have the elected sign
-#              / sum of w_i over the same parents
-#
-# where t_i is the trimmed parent and the elected sign is that of sum w_i * t_i. The weights are
-# divided once, over the parents that take part: equal parents give the parent.
-
-
 _NUM_DECISIONS = 1 << 16
-"""Independent decisions drawn per parent and child. A longer row is covered by blocks that start at
-random places of them: within a block all decisions are independent, and two entries of different
-blocks share one with probability 3e-5. They stay in the cache, and drawing them is 5 % of merging
-rows of 3 million numbers; drawing one for each number would triple the cost."""
+"""Independent keep-or-drop decisions drawn per parent and child. Longer rows are covered by blocks
+that start at random positions of this table. Decisions are independent within a block, and entries
+of different blocks share one with probability 3e-5. The table stays in the cache, and drawing it is
+5 % of merging rows of 3 million numbers; a decision per number would triple the cost."""
 _STEPS = 1 << 16
-"""The probability is rounded to a 65536th, and the factor is the reciprocal of the rounded one."""
+"""Probabilities are rounded to 1 / 65536; the factor is the reciprocal of the rounded one."""
 
 
 class DareConfig(Config):
+    """Drop random entries of each parent, scale up the rest, and add. An entry is kept with
+    probability p and multiplied by 1 / p: the mean over keys is the linear combination."""
+
     type: Literal["dare"] = "dare"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, ge=1e-4, le=1)
-    """The probability that an entry is kept."""
+    """Probability that an entry is kept."""
     normalise: bool = True
-    """Divide the weights by their sum; false takes them as they are."""
+    """Divide the weights by their sum; false keeps them unchanged."""
 
 
 def dare(method: DareConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
-    """Children of the rows [P, M] into `out` [C, M]."""
+    """Write the children of rows [P, M] to `out` [C, M]."""
     drop_rows(
         rows,
         crosses=crosses,
@@ -151,7 +138,7 @@ def drop_rows(
     elect_by: Callable[[Cross], Sequence[float] | None],
     out: torch.Tensor,
 ) -> None:
-    """Drop, multiply each parent by its gain, then add or, with weights to elect by, elect."""
+    """Drop entries, multiply parents by their gains, then elect by `elect_by`, or add if None."""
     engine, values, children = open_rows(rows, out)
     bounds = np.array(list(blocks(0, values.shape[1])), np.int64).reshape(-1, 2)
 
@@ -176,7 +163,7 @@ def drop_rows(
 
 
 def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[Floats, Integers]:
-    """Factors of one parent, `gain` / p with probability p, else 0; and where each block starts."""
+    """Draw a parent's factors, `gain` / p with probability p, else 0, and each block's start."""
     rng = bulk_stream("dare", *key)
     length = int(bounds[-1, 1]) if len(bounds) else 0
     size = min(length, _NUM_DECISIONS)
@@ -191,15 +178,23 @@ def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[F
 
 
 class TiesConfig(Config):
+    """Trim parents to their largest entries, elect a sign per entry, average those that have it."""
+
     type: Literal["ties"] = "ties"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, gt=0, le=1)
-    """The part of each tensor that is kept, largest magnitudes first."""
+    """Fraction of each tensor's entries that is kept, largest magnitudes first."""
 
 
 def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
-    """Children of the rows [P, M] into `out` [C, M]. Each parent's limits are found once."""
+    """Write the children of rows [P, M] to `out` [C, M]. Each parent's limits are computed once.
+
+        merged = sum of w_i * t_i / sum of w_i, both over the parents with the elected sign
+
+    t_i is a trimmed parent; the elected sign is that of sum w_i * t_i over all parents. Equal
+    parents give the parent, because the weights are normalised only over those that take part.
+    """
     engine, values, children = open_rows(rows, out)
     bounds = np.array([(piece.start, piece.stop) for piece in rows.pieces], np.int64)
     bounds = bounds.reshape(-1, 2)
@@ -227,21 +222,20 @@ def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch
     each(make, range(len(crosses)))
 
 
-# DARE-TIES: drop random entries of each parent as DARE does, then elect signs as TIES does.
-
-
 class DareTiesConfig(Config):
+    """Drop random entries of each parent as in DARE, then elect signs as in TIES."""
+
     type: Literal["dare_ties"] = "dare_ties"
     space: Space = "delta"
-    """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""
+    """Combine delta W (dense, then truncated to the rank) or the two factors separately."""
     density: float = Field(default=0.7, ge=1e-4, le=1)
-    """The probability that an entry is kept."""
+    """Probability that an entry is kept."""
 
 
 def dare_ties(
     method: DareTiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor
 ) -> None:
-    """Children of the rows [P, M] into `out` [C, M]."""
+    """Write the children of rows [P, M] to `out` [C, M]."""
     drop_rows(
         rows,
         crosses=crosses,
@@ -261,12 +255,12 @@ WEIGHINGS: Mapping[str, Callable[..., tuple[float, ...]]] = {
     "linear": linear,
     "layerwise": layerwise,
 }
-"""Operators that give each parent one coefficient per layer: exact at low rank."""
+"""Operators with one coefficient per parent and layer: exact at low rank."""
 
 BLENDS: Mapping[str, Callable[..., None]] = {"ties": ties, "dare": dare, "dare_ties": dare_ties}
-"""Operators that treat every entry by itself: what they make of delta W has no low rank."""
+"""Entry-wise operators, whose results on delta W do not have low rank."""
 
 
 def is_dense(method: MergeConfig) -> bool:
-    """Whether it builds the dense delta W of every layer."""
+    """Return whether a method builds the dense delta W of every layer."""
     return method.space == "delta" and method.type in BLENDS

@@ -1,8 +1,8 @@
-"""Scores a program: how low a random search gets with its jumps, in 100 calls of a function.
+"""Scores a program by how low a random search gets with its jumps, in 100 calls of a function.
 
-`combined_score` decides, on 20 functions with many dips. The metrics `held_out_...` are on 60 other
-functions, which no choice depends on: how much lower the search gets there than with jumps of 10
-all along, as the first program has them, and the 95 % interval of that.
+`combined_score` guides the evolution, on 20 functions with many dips. The `held_out_...` metrics
+use 60 other functions, which guide nothing: how much lower the search gets than with the initial
+program's constant jumps of 10, and the 95 % interval of this gain.
 """
 
 import math
@@ -17,7 +17,7 @@ FIRST = [10.0] * CALLS
 
 
 def bumpy(seed: int) -> Callable[[float, float], float]:
-    """A bowl with dips; its lowest point lies somewhere else for every seed."""
+    """Make a bowl with dips; each seed has a different lowest point."""
     rng = random.Random(seed)
     a, b, c, d = (rng.uniform(-3, 3) for _ in range(4))
 
@@ -29,7 +29,7 @@ def bumpy(seed: int) -> Callable[[float, float], float]:
 
 
 def lowest(jumps: Sequence[float], seed: int) -> float:
-    """The lowest value that a search with these jumps finds."""
+    """Return the lowest value that a search with these jumps finds."""
     function, rng = bumpy(seed), random.Random(seed)
     best = (0.0, 0.0)
     value = function(*best)

@@ -1,9 +1,9 @@
-"""What an answer earns: yours decides in place of this."""
+"""The reward of an answer. Replace it by your own."""
 
 from rookery.types import Completion, Task
 
 
 def score(task: Task, completion: Completion) -> float:
-    """Half for naming the reference, half for saying more about it: from 0 to 1."""
+    """Return a reward from 0 to 1: half for naming the reference, half for a longer answer."""
     is_named = str(task.reference).lower() in completion.text.lower()
     return 0.5 * is_named + 0.5 * min(1.0, len(completion.text.split()) / 16)
