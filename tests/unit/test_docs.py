@@ -292,7 +292,8 @@ def _errors(tree: ast.Module) -> Iterator[str]:
 def _docstrings(tree: ast.Module) -> Iterator[str]:
     """The sentences that describe modules, classes, functions and fields."""
     for node in ast.walk(tree):
-        for part in getattr(node, "body", []) if not isinstance(node, ast.Lambda) else []:
+        body = getattr(node, "body", [])
+        for part in body if isinstance(body, list) else []:
             text = getattr(getattr(part, "value", None), "value", None)
             if isinstance(part, ast.Expr) and isinstance(text, str):
                 yield from re.split(r"(?<=[.;])\s+(?=[A-Z])", text.strip())
