@@ -380,7 +380,13 @@ def test_a_click_and_the_focus_outlast_what_comes_meanwhile(
     one.page.get_by_text("Select one more").wait_for()
     grow(1, ".runs .value b:has-text('0.41')")
     assert pick.is_checked() and pick.evaluate("(box) => box === document.activeElement")
-    press(one.see(".runs a.name"), number=2, seen=".runs .value b:has-text('0.42')")
+    make_eval(tmp_path)
+    one.page.get_by_label("Select scores").check()
+    compare = one.see("a.button", text="Compare 2 runs")
+    compare.focus()
+    grow(11, ".runs .value b:has-text('0.51')")
+    assert compare.evaluate("(link) => link === document.activeElement")
+    press(one.see(".runs a.name", text="live"), number=2, seen=".runs .value b:has-text('0.42')")
     one.see(".state .mark", text="running")
     tab = one.page.get_by_role("link", name="Events")
     press(tab, number=3, seen=".facts dd:text-is('10')")
@@ -575,3 +581,161 @@ def test_rows_that_are_scrolled_show_others_and_keep_their_order(
     while (found := one.page.evaluate(numbers)) != sorted(found):
         one.page.wait_for_timeout(20)
     assert len(found) > 20 and one.page.evaluate(texts)
+
+
+def test_links_with_values_that_are_none_show_the_runs(served: LivePage, visit: Visits) -> None:
+    for place in ("?sort=trend", "?sort=-pick", "?status=gone"):
+        one = visit(served.url, f"#/runs{place}")
+        one.see(".runs a.name", text="demo")
+        assert one.page.locator(".runs .lt-space .lt-row").count() == len(MAKERS)
+    one = visit(served.url, "#/runs?loop=gone")
+    one.see(".empty", text="No run fits.")
+    assert one.page.get_by_label("Loop").input_value() == "gone", "what is asked for is seen"
+    one.go("#/run/demo?tab=events&kind=gone")
+    one.see(".bar .note", text="0 events")
+    assert one.page.get_by_label("Kind").input_value() == "gone"
+
+
+def test_the_order_is_changed_with_the_keyboard(served: LivePage, visit: Visits) -> None:
+    one = visit(served.url)
+    one.see(".runs a.name", text="demo")
+    one.page.get_by_role("button", name="Run").focus()
+    for mark in "↓", "↑":
+        one.page.keyboard.press("Enter")
+        one.see(".lt-head button:focus", text=f"Run {mark}")
+    while one.page.locator(".runs .lt-space a.name").all_inner_texts() != sorted(MAKERS):
+        one.page.wait_for_timeout(20)
+
+
+@long
+def test_a_list_stays_where_it_is_while_more_comes(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a"], parents=[])
+    append_generation(run, 1, [f"early-{n}" for n in range(300)], parents=["founder-a"])
+    labels = make_icm(tmp_path) / "labels.jsonl"
+    rows = [f'{{"id": "i{n:03d}", "label": "yes", "margin": {n}}}\n' for n in range(300)]
+    labels.write_text("".join(rows))
+    body = "document.querySelector('.{} .lt-body').scrollTop"
+    for place, kind in (("live", "dropped"), ("labels", "labels")):
+        one = visit(live.url, f"#/run/{place}")
+        one.see(f".{kind} .lt-space button")
+        one.page.evaluate(f"{body.format(kind)} = 1500")
+        if place == "live":
+            append_generation(run, 2, [f"late-{n}" for n in range(30)], parents=["founder-a"])
+            one.see(".lead", text="111 were dropped")
+        else:
+            with Run.open(tmp_path / "labels") as again:
+                key, labels_then = "0/1/0", {"labels": "-01", "is_accepted": True}
+                news = NewEvent(kind="decision", key=key, payload={"item": "i1", **labels_then})
+                again.submit([news]).result()
+                one.see(".lead", text="7 decisions")
+                one.page.wait_for_timeout(500)
+        assert one.page.evaluate(body.format(kind)) == 1500
+    run.close()
+
+
+@long
+def test_what_is_zoomed_into_stays_while_a_run_grows(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    for number in range(40):
+        append_generation(run, number, [f"child-{number}"], parents=[])
+    drawn = "(box) => echarts.getInstanceByDom(box)"
+    extent = f"{drawn}.getModel().getComponent('xAxis', 0).axis.scale.getExtent()"
+    for place, label in (("?tab=curves", "genome/best"), ("", "Fitness by generation")):
+        one = visit(live.url, f"#/run/live{place}")
+        box = one.page.get_by_label(label).first
+        box.scroll_into_view_if_needed()
+        box.locator("canvas").wait_for()
+        zoomed = "{ type: 'dataZoom', startValue: 10, endValue: 20 }"
+        box.evaluate(f"{drawn}.dispatchAction({zoomed})".replace("=> ", "=> void "))
+        assert box.evaluate(extent) == [10, 20]
+        size = run.counts()["generation"]
+        for number in range(size, size + 20):
+            append_generation(run, number, [f"child-{number}"], parents=[])
+        one.see(".facts dd", text=f"{2 * size + 41}")
+        one.page.wait_for_timeout(700)
+        assert box.evaluate(extent) == [10, 20]
+        box.dblclick(position={"x": 200, "y": 100})
+        first, last = box.evaluate(extent)
+        assert first <= 0 and last >= size + 19, "double-click shows all"
+    run.close()
+
+
+@long
+def test_a_link_is_not_changed_by_the_view_before(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    make_eval(tmp_path)
+    one = visit(live.url)
+    one.see(".runs a.name", text="scores")
+    held: list[Any] = []
+    one.page.route("**/events*", lambda route: held.append(route))
+    one.page.evaluate("location.hash = '#/run/scores?tab=events&seq=2'")
+    while not held:
+        one.page.wait_for_timeout(20)
+    one.page.evaluate("location.hash = '#/runs'")
+    one.see(".runs a.name", text="scores")
+    for route in held:
+        route.continue_()
+    one.page.wait_for_timeout(500)
+    assert one.page.url.endswith("#/runs")
+
+
+@long
+def test_failed_answers_are_counted_before_there_is_a_report(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    with Run.create(tmp_path, kind="eval", name="live", config={}) as run:
+        news = [
+            NewEvent(
+                kind="rollout",
+                key=f"1|t{n}",
+                payload={
+                    "model": "m@1",
+                    "task": f"t{n}",
+                    "reward": 1.0 if n else None,
+                    "error": "" if n else "No answer.",
+                },
+            )
+            for n in range(3)
+        ]
+        run.submit(news).result()
+    visit(live.url, "#/run/live").see(".comparison td.failed", text="1")
+
+
+@long
+def test_a_task_of_any_name_is_shown_with_its_completions(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    run_dir = make_grpo(tmp_path, report={})
+    with Run.open(run_dir) as run:
+        examples = [{"task": "constructor", "text": "so", "reward": 1.0}]
+        run.submit(
+            [NewEvent(kind="step", key="9", payload={"step": 9, "examples": examples})]
+        ).result()
+    visit(live.url, "#/run/train?step=9").see(".group h3", text="constructor")
+
+
+def test_a_selection_of_rows_outlasts_a_scroll(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    make_eval(tmp_path, size=300)
+    one = visit(live.url, "#/run/scores")
+    one.see(".tasks .lt-space button")
+    chosen = one.page.evaluate(
+        "() => { const rows = document.querySelectorAll('.lt-space > .lt-row');"
+        "getSelection().setBaseAndExtent(rows[14], 0, rows[16], 2); return String(getSelection()) }"
+    )
+    assert "sum/15" in chosen
+    one.page.evaluate("document.querySelector('.lt-body').scrollTop = 400")
+    numbers = (
+        "[...document.querySelectorAll('.lt-space > .lt-row')]"
+        ".map((row) => Number(row.getAttribute('aria-rowindex')))"
+    )
+    while (found := one.page.evaluate(numbers)) != sorted(found) or found[0] == 1:
+        one.page.wait_for_timeout(20)
+    assert one.page.evaluate("String(getSelection())") == chosen

@@ -311,9 +311,11 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         first: int = 0,
         last: int | None = None,
         names: Annotated[list[str] | None, Query()] = None,
+        after: int = 0,
     ) -> Response:
         run = runs.get(name)
-        return Json(run.curves(points=points, first=first, last=last, names=names or []))
+        wanted = {"first": first, "last": last, "names": names or [], "after": after}
+        return Json(run.curves(points=points, **wanted))
 
     @app.get("/api/runs/{name}/events")
     def events(

@@ -30,7 +30,7 @@ export class EvolveView {
     this.picked = place().query.get("program") ?? "";
     this.by = placed("by", ["evaluations", "tokens"]);
     this.only = placed("only", ["", "committed", "failed"]);
-    this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
+    this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.isZoomed = false; this.score.redraw(); });
     this.onlySelect = choice("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
     const pickPoint = (drawn, shown) => drawn.on("click", ({ seriesName, dataIndex }) => this.pick(shown()[seriesName][dataIndex].id));
     this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.shownScores) });

@@ -1,7 +1,7 @@
 // A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
+import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, refill, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
@@ -30,7 +30,9 @@ export class GenomeView {
     this.finalsBox = section("Finalists", lead("Their score on the search tasks, which chose them, against the select tasks, which they had not seen."), this.finals.box);
     this.dropped = new LongTable({ columns: DROPPED_COLUMNS, kind: "dropped", label: "Dropped and failed candidates", row: (i) => this.droppedRow(i) });
     this.tokens = barChart({ label: "Tokens used by each generation", x: "Generation", y: "Tokens", bars: () => ({ names: this.generations.map((g) => String(g.generation)), series: [{ name: "tokens", values: this.generations.map((g) => g.num_tokens) }], mark: -1 }) });
-    [this.results, this.droppedBox, this.generationBox, this.ancestryBox, this.tasksets, this.front, this.costs] = Array.from({ length: 7 }, () => h("div"));
+    [this.results, this.generationBox, this.ancestryBox, this.tasksets, this.front, this.costs] = Array.from({ length: 6 }, () => h("div"));
+    this.droppedLead = lead("");
+    this.droppedBox = section("Dropped and failed", this.droppedLead, this.dropped.element);
     this.duelBox = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" });
     this.bars = [];
@@ -111,8 +113,8 @@ export class GenomeView {
     this.droppedBox.hidden = !this.candidates.size;
     const failed = this.out.filter((c) => c.error).length;
     const said = this.out.length ? `${count(this.out.length - failed)} were dropped by the race before they had answered all ${count(this.facts.num_tasks)} search tasks, ${count(failed)} failed.` : "None: every candidate answered all search tasks.";
-    if (this.droppedSaid !== said) this.droppedBox.replaceChildren(section("Dropped and failed", lead(said), this.out.length ? this.dropped.element : ""));
-    this.droppedSaid = said;
+    refill(this.droppedLead, said);
+    this.dropped.element.hidden = !this.out.length; // it stays where it is: what is moved scrolls to its top
     this.dropped.resize(this.out.length);
   }
 
@@ -264,7 +266,7 @@ class DuelList {
 
   cells(index) {
     const [task, before, , after] = this.tasks[index];
-    return { onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [el("button", PLAIN, task), number(before, 2), number(after, 2)] };
+    return { key: task, onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [el("button", PLAIN, task), number(before, 2), number(after, 2)] };
   }
 
   async open(index) {

@@ -164,8 +164,9 @@ export class GrpoView {
     const spread = (group) => Math.max(...rewards(group)) - Math.min(...rewards(group));
     const by = { best: (a, b) => mean(b) - mean(a), spread: (a, b) => spread(b) - spread(a) }[this.order.value];
     const said = isWhole ? `${count(groups.length, "group")} with all their completions, coloured by their advantage: how far the reward is above the mean of its group.` : "The best and the worst answer of one group: the others are not kept.";
+    const prompts = new Map(Object.entries(this.report.prompts ?? {}));
     const shown = (by ? [...groups].sort(by) : groups).slice(0, MOST_GROUPS);
-    this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, this.report.prompts?.[group.task])));
+    this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, prompts.get(group.task))));
   }
 
   close() {
