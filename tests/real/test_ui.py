@@ -739,3 +739,68 @@ def test_a_selection_of_rows_outlasts_a_scroll(
     while (found := one.page.evaluate(numbers)) != sorted(found) or found[0] == 1:
         one.page.wait_for_timeout(20)
     assert one.page.evaluate("String(getSelection())") == chosen
+
+
+@long
+def test_long_names_fit_a_narrow_window(live: LivePage, visit: Visits, tmp_path: Path) -> None:
+    for make in (make_genome, make_league, make_loop, make_eval, make_evolve):
+        make(tmp_path, text="x" * 80)
+    one = visit(live.url, viewport={"width": 320, "height": 700})
+    for name in ("demo", "ways", "drawn", "scores", "programs"):
+        one.go(f"#/run/{name}")
+        one.see(".tab-body section")
+        one.check()
+
+
+@long
+def test_another_page_begins_at_its_top(live: LivePage, visit: Visits, tmp_path: Path) -> None:
+    make_pipeline(tmp_path, report={})
+    make_genome(tmp_path, "steps-icm")
+    one = visit(live.url, "#/run/steps", viewport={"width": 1000, "height": 500})
+    one.see("section a.name", text="icm").scroll_into_view_if_needed()
+    one.page.evaluate("scrollTo(0, 300)")
+    one.see("section a.name", text="icm").click()
+    one.see("h1", text="steps-icm")
+    one.see(".lead", text="descends from")
+    assert one.page.evaluate("scrollY") == 0
+    one.page.go_back()
+    one.see("h1", text="steps")
+
+
+@long
+def test_what_is_folded_out_keeps_the_focus_while_more_comes(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a"], parents=[])
+    one = visit(live.url, "#/run/live")
+    for summary in ("Numbers", "The ancestry as a list"):
+        one.see("summary", text=summary).click()
+    for number in (1, 2):
+        append_generation(run, number, [f"child-{number}"], parents=["founder-a"])
+        one.see("details td", text=f"0.4{number}0")
+    assert one.page.evaluate("document.activeElement.innerText") == "The ancestry as a list"
+    assert one.page.locator("details[open] tbody tr").count() == 5
+    run.close()
+
+
+@long
+def test_an_answer_that_fails_once_is_asked_for_again(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a"], parents=[])
+    one = visit(live.url)
+    one.see(".runs a.name", text="live")
+    one.page.route("**/api/runs/live", lambda route: route.abort(), times=1)
+    one.page.evaluate("location.hash = '#/run/live'")
+    one.see(".trouble", text="The server does not answer.")
+    one.see("summary", text="The ancestry as a list").click()
+    one.page.route("**/live/view?*", lambda route: route.abort(), times=1)
+    append_generation(run, 1, ["child"], parents=["founder-a"])
+    one.see(".trouble", text="This is the last that was seen.")
+    one.see("details td", text="founder-a")
+    one.see("details th", text="child")
+    one.page.locator(".trouble").wait_for(state="hidden")
+    one.complaints.clear()  # of the answers that failed
+    run.close()

@@ -1,6 +1,6 @@
 // An evaluation: every task with its answers, right and wrong.
 
-import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, refill, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable, PLAIN } from "./table.js";
@@ -53,7 +53,7 @@ export class EvalView {
     const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
     const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
     const marked = rows.map((row) => ({ ...row, is_winner: row === best && rows.some((other) => (other.mean ?? -Infinity) < best.mean) }));
-    this.models.replaceChildren(this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
+    refill(this.models, this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
   // Of a pipeline: each step is a run beside it.

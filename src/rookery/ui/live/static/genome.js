@@ -1,7 +1,7 @@
 // A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, refill, section, table } from "./dom.js";
+import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, refill, refold, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
@@ -102,10 +102,8 @@ export class GenomeView {
   drawGenerations() {
     const shown = this.generations.slice(-LISTED_GENERATIONS);
     const line = (g) => [String(g.generation), score(g.best), score(g.mean), score(g.worst), ...[g.num_candidates, g.num_dropped, g.num_failed, g.num_tokens].map((n) => count(n)), seconds(g.seconds)];
-    const isOpen = this.generationBox.querySelector("details")?.open;
-    const box = shown.length ? folded("Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]) : emptyNote("No generation is finished yet.");
-    if (isOpen) box.open = true;
-    this.generationBox.replaceChildren(box);
+    if (!shown.length) this.generationBox.replaceChildren(emptyNote("No generation is finished yet."));
+    else refold(this.generationBox, "Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]);
   }
 
   drawDropped() {
@@ -128,9 +126,7 @@ export class GenomeView {
     const line = [...ancestry(this.candidates, head)].map((id) => this.candidates.get(id)).filter(Boolean).sort((a, b) => (a.generation ?? Infinity) - (b.generation ?? Infinity));
     const parents = (c) => (c.parents ?? []).map((p, k) => [k ? ", " : "", p, isNumber(weights[c.id]?.[k]) && h("span", { class: "interval" }, ` × ${number(weights[c.id][k], 2)}`)]);
     const row = (c) => ({ class: c.id === head ? "winner" : null, cells: [h("span", { class: "name" }, c.id), String(c.generation ?? "now"), c.operator, parents(c), score(c.score)] });
-    const isOpen = this.ancestryBox.querySelector("details")?.open;
-    this.ancestryBox.replaceChildren(folded("The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row))));
-    if (isOpen) this.ancestryBox.firstChild.open = true;
+    refold(this.ancestryBox, "The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row)));
   }
 
   pick(id) {
@@ -146,7 +142,7 @@ export class GenomeView {
     if (!c) return;
     const clear = h("button", { class: "plain", onclick: () => { this.picked = ""; note({ candidate: "" }); this.detail.replaceChildren(); this.drawLineage(); this.loadDuel(); } }, "clear");
     const pairs = [["made by", c.operator], ["from", (c.parents ?? []).join(", ")], ["search score", number(c.score)], ["select score", number(this.facts.select[c.version])], ["tasks answered", count(c.num_tasks)], ["failed", c.error]];
-    this.detail.replaceChildren(h("h3", null, c.id, " ", clear), facts(pairs.filter(([, v]) => v && v !== "–")));
+    refill(this.detail, h("h3", null, c.id, " ", clear), facts(pairs.filter(([, v]) => v && v !== "–")));
   }
 
   droppedRow(index) {

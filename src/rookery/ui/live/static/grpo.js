@@ -1,7 +1,7 @@
 // A training: rewards, how far the policy moves, where the time goes, and what it answered.
 
 import { lineChart } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, refold, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection, stringTable } from "./report.js";
 import { listed, Metrics } from "./source.js";
 import { count, interval, isNumber, number, score, signed } from "./words.js";
@@ -77,11 +77,9 @@ export class GrpoView {
     const { rows, summary } = report;
     this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), sampledSection(report), this.sweepSection(report));
     const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
-    const isOpen = this.selects.querySelector("details")?.open;
     const best = this.checkpoints.filter((row) => row.is_best).at(-1);
     const rowsOf = this.checkpoints.map((row) => line({ ...row, is_best: row === best }));
-    this.selects.replaceChildren(rowsOf.length ? folded("Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf)) : "");
-    if (isOpen) this.selects.firstChild.open = true;
+    if (rowsOf.length) refold(this.selects, "Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf));
     this.costs.replaceChildren(costsLine(summary.costs.filter((cost) => !cost.startsWith("0 "))));
   }
 

@@ -175,7 +175,7 @@ class RunPage {
     this.head();
     const { summary, warnings } = this.report;
     const said = summary ? headline(this.report, this.overview.row.result) : emptyNote("Nothing is reported: the curves and events say all.");
-    this.top.replaceChildren(said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
+    refill(this.top, said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
   }
 
   // Something is new: the head, and whatever is open takes only what it does not have.
