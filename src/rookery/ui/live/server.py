@@ -314,8 +314,9 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         after: int = 0,
     ) -> Response:
         run = runs.get(name)
-        wanted = {"first": first, "last": last, "names": names or [], "after": after}
-        return Json(run.curves(points=points, **wanted))
+        return Json(
+            run.curves(points=points, first=first, last=last, names=names or [], after=after)
+        )
 
     @app.get("/api/runs/{name}/events")
     def events(
