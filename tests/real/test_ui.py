@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from marks import long
-from ui.browser import Visits, browser, needs_chromium, visit
+from ui.browser import Visits, browser, live, needs_chromium, visit
 from ui.made import made_report
 from ui.made_runs import (
     HOSTILE,
@@ -32,7 +32,7 @@ from rookery.ui.display import Display
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
-__all__ = ["browser", "visit"]
+__all__ = ["browser", "live", "visit"]
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "ui.py"
 MAKERS: Mapping[str, Callable[..., Path]] = {
@@ -58,13 +58,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePage]:
     for make in MAKERS.values():
         make(root, text=HOSTILE)
     with open_page(root, port=0) as page:
-        yield page
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[LivePage]:
-    """The page of the runs in the folder of the test; named before `visit`, it ends after it."""
-    with open_page(tmp_path, port=0) as page:
         yield page
 
 
@@ -380,7 +373,13 @@ def test_a_click_and_the_focus_outlast_what_comes_meanwhile(
     one.page.get_by_text("Select one more").wait_for()
     grow(1, ".runs .value b:has-text('0.41')")
     assert pick.is_checked() and pick.evaluate("(box) => box === document.activeElement")
-    press(one.see(".runs a.name"), number=2, seen=".runs .value b:has-text('0.42')")
+    make_eval(tmp_path)
+    one.page.get_by_label("Select scores").check()
+    compare = one.see("a.button", text="Compare 2 runs")
+    compare.focus()
+    grow(11, ".runs .value b:has-text('0.51')")
+    assert compare.evaluate("(link) => link === document.activeElement")
+    press(one.see(".runs a.name", text="live"), number=2, seen=".runs .value b:has-text('0.42')")
     one.see(".state .mark", text="running")
     tab = one.page.get_by_role("link", name="Events")
     press(tab, number=3, seen=".facts dd:text-is('10')")
@@ -575,3 +574,27 @@ def test_rows_that_are_scrolled_show_others_and_keep_their_order(
     while (found := one.page.evaluate(numbers)) != sorted(found):
         one.page.wait_for_timeout(20)
     assert len(found) > 20 and one.page.evaluate(texts)
+
+
+def test_links_with_values_that_are_none_show_the_runs(served: LivePage, visit: Visits) -> None:
+    for place in ("?sort=trend", "?sort=-pick", "?status=gone"):
+        one = visit(served.url, f"#/runs{place}")
+        one.see(".runs a.name", text="demo")
+        assert one.page.locator(".runs .lt-space .lt-row").count() == len(MAKERS)
+    one = visit(served.url, "#/runs?loop=gone")
+    one.see(".empty", text="No run fits.")
+    assert one.page.get_by_label("Loop").input_value() == "gone", "what is asked for is seen"
+    one.go("#/run/demo?tab=events&kind=gone")
+    one.see(".bar .note", text="0 events")
+    assert one.page.get_by_label("Kind").input_value() == "gone"
+
+
+def test_the_order_is_changed_with_the_keyboard(served: LivePage, visit: Visits) -> None:
+    one = visit(served.url)
+    one.see(".runs a.name", text="demo")
+    one.page.get_by_role("button", name="Run").focus()
+    for mark in "↓", "↑":
+        one.page.keyboard.press("Enter")
+        one.see(".lt-head button:focus", text=f"Run {mark}")
+    while one.page.locator(".runs .lt-space a.name").all_inner_texts() != sorted(MAKERS):
+        one.page.wait_for_timeout(20)

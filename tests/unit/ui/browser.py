@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CHROMIUM", "Visit", "Visits", "browser", "needs_chromium", "visit"]
+from rookery.ui.live.server import LivePage, open_page
+
+__all__ = ["CHROMIUM", "Visit", "Visits", "browser", "live", "needs_chromium", "visit"]
+
 
 CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -88,3 +91,10 @@ def visit(browser: Any) -> Iterator[Visits]:
     for one in opened:
         if one.context.pages:
             one.close()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LivePage]:
+    """The page of the runs in the folder of the test; named before `visit`, it ends after it."""
+    with open_page(tmp_path, port=0) as page:
+        yield page

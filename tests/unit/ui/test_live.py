@@ -524,6 +524,22 @@ def test_a_step_that_is_measured_again_replaces_what_was_drawn(tmp_path: Path) -
     assert curves.document(points=10, first=1, last=1)["curves"]["loss/a"] == [(1, 5.0)]
 
 
+def test_a_curve_behind_the_others_is_told_when_it_goes_on(tmp_path: Path) -> None:
+    """The chains of a labelling are each at a step of their own."""
+    path = tmp_path / "metrics.jsonl"
+    line = '{{"step": {}, "time_s": 1.0, "chain/{}": 1}}\n'
+    path.write_text("".join(line.format(step, "a") for step in range(9)) + line.format(0, "b"))
+    curves = Curves(path)
+    curves.update()
+    first = curves.document(points=10)
+    with path.open("a") as file:
+        file.write(line.format(1, "b") + line.format(9, "a"))
+    curves.update()
+    second = curves.document(points=10, after=first["rows"])
+    assert second["curves"] == {"chain/a": [(9, 1.0)], "chain/b": [(1, 1.0)]}
+    assert second["revision"] == first["revision"]
+
+
 def test_beyond_this_machine_a_key_is_needed(tmp_path: Path) -> None:
     for key in ("", "short"):
         with pytest.raises(ConfigError, match="give a key of at least 16 characters"):

@@ -151,7 +151,7 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
         f"{base}/report": run.report(),
         f"{base}/view": view,
         f"{base}/labels": run.labels(),
-        f"{base}/curves": run.curves(points=POINTS, first=0, last=None, names=[]),
+        f"{base}/curves": run.curves(points=POINTS),
     }
     lists = view["lists"]
     wanted: set[int] = set()

@@ -8,7 +8,7 @@ folder.changes(since=0)          # {"version": 7, "pending": 0, "runs": [...], "
 
 curves = Curves(run / "metrics.jsonl")
 curves.update()
-curves.document(points=600)     {"revision": 0, "last": 99, "curves": {"loss/kl": [[0, 0.1], ..]}}
+curves.document(points=600)     {"revision": 0, "rows": 99, "curves": {"loss/kl": [[0, 0.1], ..]}}
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class Curves:
         self._read_bytes = 0
         self._steps: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
+        self._written: dict[str, array[int]] = {}
+        """Which row of the file each was in: curves of one run need not be at the same step."""
+        self._num_rows = 0
         self.revision = 0
         """Rises when a step is measured again, as after a resume: drawn curves are then stale."""
 
@@ -69,6 +72,7 @@ class Curves:
         """Read the lines written since the last call."""
         if self._path.exists() and self._path.stat().st_size < self._read_bytes:
             self._read_bytes, self._steps, self._values = 0, {}, {}
+            self._written, self._num_rows = {}, 0
             self.revision += 1
         is_more = True
         while is_more:
@@ -77,15 +81,18 @@ class Curves:
             )
             is_more = len(rows) == BLOCK_ROWS
             for row in rows:
+                self._num_rows += 1
                 for name, value in row.values.items():
                     self._put(name, row.step, value)
 
     def _put(self, name: str, step: int, value: float) -> None:
         steps = self._steps.setdefault(name, array("q"))
         values = self._values.setdefault(name, array("d"))
+        written = self._written.setdefault(name, array("q"))
         if not steps or step > steps[-1]:
             steps.append(step)
             values.append(value)
+            written.append(self._num_rows)
             return
         self.revision += 1
         place = bisect_left(steps, step)
@@ -94,23 +101,30 @@ class Curves:
         else:
             steps.insert(place, step)
             values.insert(place, value)
+            written.insert(place, written[place])
 
     def document(
-        self, *, points: int, first: int = 0, last: int | None = None, names: Sequence[str] = ()
+        self,
+        *,
+        points: int,
+        first: int = 0,
+        last: int | None = None,
+        names: Sequence[str] = (),
+        after: int = 0,
     ) -> dict[str, Any]:
-        """The curves from step `first` to `last`, each with up to about `points` points."""
+        """The curves from step `first` to `last`, each with up to about `points` points. With
+        `after`, only values of rows of the file behind that many."""
         chosen = {}
         for name in sorted(names or self._steps):
             steps = self._steps.get(name)
             if steps is None:
                 continue
-            low = bisect_left(steps, first)
+            low = max(bisect_left(steps, first), bisect_right(self._written[name], after))
             high = len(steps) if last is None else bisect_left(steps, last + 1)
             thinned = thin(steps[low:high], self._values[name][low:high], points=points)
             if thinned:
                 chosen[name] = thinned
-        ends = [steps[-1] for steps in self._steps.values()]
-        return {"revision": self.revision, "last": max(ends, default=-1), "curves": chosen}
+        return {"revision": self.revision, "rows": self._num_rows, "curves": chosen}
 
 
 def thin(steps: Sequence[int], values: Sequence[float], *, points: int) -> list[Point]:

@@ -12,7 +12,7 @@ import math
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -207,11 +207,19 @@ class OpenRun:
         }
 
     def curves(
-        self, *, points: int, first: int, last: int | None, names: list[str]
+        self,
+        *,
+        points: int,
+        first: int = 0,
+        last: int | None = None,
+        names: Sequence[str] = (),
+        after: int = 0,
     ) -> dict[str, Any]:
         with self._mutex:
             self._curves.update()
-            return self._curves.document(points=points, first=first, last=last, names=names)
+            return self._curves.document(
+                points=points, first=first, last=last, names=names, after=after
+            )
 
     def events(self, *, kind: str, text: str, offset: int, limit: int) -> dict[str, Any]:
         """One page of the event list, with shortened payloads."""

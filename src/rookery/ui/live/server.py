@@ -312,9 +312,12 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         first: int = 0,
         last: int | None = None,
         names: Annotated[list[str] | None, Query()] = None,
+        after: int = 0,
     ) -> Response:
         run = runs.get(name)
-        return Json(run.curves(points=points, first=first, last=last, names=names or []))
+        return Json(
+            run.curves(points=points, first=first, last=last, names=names or [], after=after)
+        )
 
     @app.get("/api/runs/{name}/events")
     def events(

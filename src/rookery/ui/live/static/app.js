@@ -1,16 +1,17 @@
 // Entry point: shows the view that the address names.
 
 import { showCompare } from "./compare.js";
-import { brandLine, errorNote, h, place } from "./dom.js";
+import { brandLine, errorNote, h, place, refill } from "./dom.js";
 import { showFleet, showService } from "./fleet.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
-import { openSource } from "./source.js";
+import { AGAIN_MS, openSource } from "./source.js";
 
 const OTHERS = new Map([["compare", showCompare], ["fleet", showFleet], ["service", showService]]);
 const main = document.getElementById("main");
 let shown = null;
 let turn = 0;
+let here = "";
 
 async function show(source) {
   turn += 1;
@@ -19,6 +20,7 @@ async function show(source) {
   shown?.close();
   shown = null;
   const [kind, id] = place().parts;
+  toItsTop(`${kind}/${id}`);
   const run = source.isLive ? id : source.saved.id;
   try {
     const other = OTHERS.get(kind);
@@ -27,8 +29,16 @@ async function show(source) {
     else view.close();
   } catch (error) {
     if (!isShown()) return;
-    main.replaceChildren(h("header", { class: "masthead" }, source.isLive && brandLine(""), h("h1", null, "This cannot be shown")), errorNote(error));
+    refill(main, h("header", { class: "masthead" }, source.isLive && brandLine(""), h("h1", null, "This cannot be shown")), errorNote(error));
+    if (source.isLive) setTimeout(() => isShown() && show(source), AGAIN_MS); // it may be there then
   }
+}
+
+// Another page begins at its top, unless it was seen: browsers know where that was left.
+function toItsTop(name) {
+  if (!history.state && here !== name) scrollTo(0, 0);
+  history.replaceState({ isSeen: true }, "");
+  here = name;
 }
 
 const source = await openSource();

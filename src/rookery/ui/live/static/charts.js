@@ -116,10 +116,13 @@ export const flat = (colours, name, options) =>
   });
 
 // A chart drawn once it is visible; it adapts to colour scheme and width. `option(colours, width)`
-// returns the ECharts option; `redraw()` calls it again.
+// returns the ECharts option; `redraw()` calls it again. A zoomed chart keeps its range, double-click
+// shows all, and `onzoom(first, last)` is called with the visible range.
 export class Chart {
-  constructor({ label, height = 260, option, ready }) {
+  constructor({ label, height = 260, option, ready, onzoom }) {
     this.option = option;
+    this.onzoom = onzoom;
+    this.isZoomed = false;
     this.ready = ready;
     this.isSeen = false;
     this.box = h("div", { class: "chart", role: "img", "aria-label": label });
@@ -151,12 +154,25 @@ export class Chart {
     if (!this.chart) {
       this.chart = echarts.init(this.box, null, { renderer: "canvas" });
       this.ready?.(this.chart);
+      this.chart.on("datazoom", () => this.tellZoom());
+      this.chart.getZr().on("dblclick", () => this.isZoomed && this.chart.dispatchAction({ type: "dataZoom", start: 0, end: 100 }));
     }
-    const zoom = this.chart.getOption()?.dataZoom?.map(({ startValue, endValue, start, end }) => ({ startValue, endValue, start, end }));
+    const [startValue, endValue] = (this.isZoomed && this.zoom.getValueRange()) || []; // in shares it would move with what comes
     const option = this.option(palette(), this.box.clientWidth);
-    if (zoom && option.dataZoom && this.isZoomed) option.dataZoom = option.dataZoom.map((one, k) => ({ ...one, ...zoom[k] }));
+    if (this.isZoomed) option.dataZoom = option.dataZoom.map((one) => ({ ...one, startValue, endValue }));
     this.chart.setOption(option, { notMerge: true });
     this.isStale = false;
+  }
+
+  get zoom() {
+    return this.chart.getModel().getComponent("dataZoom", 0);
+  }
+
+  tellZoom() {
+    const [start, end] = this.zoom.getPercentRange();
+    const [first, last] = this.zoom.getValueRange();
+    this.isZoomed = start > 0 || end < 100;
+    this.onzoom?.(Math.floor(first), Math.ceil(last));
   }
 
   close() {
@@ -172,23 +188,7 @@ export class Chart {
 // the wheel zoom, dragging moves; `onzoom(first, last)` may fetch more points of the visible range.
 export function lineChart({ label, height = 220, series, x = "Step", onzoom }) {
   let lines = series;
-  const chart = new Chart({
-    label,
-    height,
-    option: (colours) => lineOption(colours, lines, x),
-    ready: (drawn) => {
-      drawn.on("datazoom", () => {
-        chart.isZoomed = true;
-        const extent = drawn.getModel().getComponent("xAxis", 0).axis.scale.getExtent();
-        onzoom?.(Math.floor(extent[0]), Math.ceil(extent[1]));
-      });
-      drawn.getZr().on("dblclick", () => {
-        chart.isZoomed = false;
-        drawn.dispatchAction({ type: "dataZoom", start: 0, end: 100 });
-        chart.isZoomed = false;
-      });
-    },
-  });
+  const chart = new Chart({ label, height, onzoom, option: (colours) => lineOption(colours, lines, x) });
   chart.setSeries = (next) => {
     lines = next;
     chart.redraw();

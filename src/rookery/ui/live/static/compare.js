@@ -4,7 +4,7 @@ import { lineChart } from "./charts.js";
 import { brandLine, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
 import { headline, intervalDrawing, scaleOf, stringTable } from "./report.js";
 import { statusMark } from "./runs.js";
-import { clip, duration, interval, isNumber, number, signed } from "./words.js";
+import { clip, count, duration, interval, isNumber, number, signed } from "./words.js";
 
 const isTree = (value) => value !== null && typeof value === "object" && Object.keys(value).length > 0;
 
@@ -61,11 +61,11 @@ function overlays(runs, charts) {
 }
 
 export async function showCompare(source, main, isShown) {
-  const named = place().query.getAll("runs");
+  const named = place().query.getAll("runs").filter(Boolean);
   const ids = named.length === 1 ? named[0].split(",") : named; // older links join the ids by commas
   const charts = [];
-  main.replaceChildren(h("header", { class: "masthead" }, brandLine("", ids), h("h1", null, `${ids.length} runs side by side`)));
-  document.title = `${ids.length} runs · Rookery`;
+  main.replaceChildren(h("header", { class: "masthead" }, brandLine("", ids), h("h1", null, `${count(ids.length, "run")} side by side`)));
+  document.title = `${count(ids.length, "run")} · Rookery`;
   const load = async (id) => {
     const path = `runs/${encodeURIComponent(id)}`;
     const [overview, curves, report] = await Promise.all([source.get(path), source.get(`${path}/curves`, { points: 500 }), source.get(`${path}/report`)]);

@@ -94,11 +94,18 @@ export function table(heads, rows, kind) {
 // Replaces the children of `box`, except equal nodes: they keep focus, selection and a click that
 // has begun.
 export function refill(box, ...children) {
-  const fresh = [...h("div", null, ...children).childNodes];
+  refillWith(box, [...h("div", null, ...children).childNodes]);
+}
+
+const ACTING = "a, button, input, select, details"; // what these do goes with what they say
+
+function refillWith(box, fresh) {
   fresh.forEach((node, k) => {
     const known = box.childNodes[k];
     if (!known) box.append(node);
-    else if (!known.isEqualNode(node)) known.replaceWith(node);
+    else if (known.isEqualNode(node)) return;
+    else if (node.childElementCount && !node.matches(ACTING) && known.cloneNode().isEqualNode(node.cloneNode())) refillWith(known, [...node.childNodes]);
+    else known.replaceWith(node);
   });
   while (box.childNodes.length > fresh.length) box.lastChild.remove();
 }
@@ -108,9 +115,24 @@ export const lead = (sentence) => h("p", { class: "lead" }, prose(sentence));
 // A folded section; `make` returns its nodes when it is first opened.
 export function folded(summary, make) {
   const details = h("details", null, h("summary", null, summary));
-  details.addEventListener("toggle", () => details.open && details.childElementCount === 1 && details.append(...[make()].flat(3).filter(Boolean)));
+  let made = make;
+  const fillIn = () => details.open && details.childElementCount === 1 && details.append(...[made()].flat(3).filter(Boolean));
+  details.addEventListener("toggle", fillIn);
+  details.remake = (next) => {
+    made = next;
+    while (details.childElementCount > 1) details.lastChild.remove();
+    fillIn();
+  };
   return details;
 }
+
+// The same with other nodes: it stays open, and its summary keeps the focus.
+export function refold(box, summary, make) {
+  const known = box.querySelector(":scope > details");
+  if (known) known.remake(make);
+  else box.replaceChildren(folded(summary, make));
+}
+
 export const figure = (title, chart) => h("figure", null, h("figcaption", null, title), chart.box ?? chart);
 export const facts = (pairs) => h("dl", { class: "facts" }, pairs.map(([term, detail]) => h("div", null, h("dt", null, term), h("dd", null, detail))));
 export const choice = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));
@@ -148,7 +170,7 @@ export function note(values) {
   const { parts, query } = place();
   const known = Object.fromEntries([...query.keys()].map((name) => [name, query.getAll(name)]));
   const next = { ...known, ...values };
-  history.replaceState(null, "", address(parts, next));
+  history.replaceState(history.state, "", address(parts, next));
 }
 
 export function runLink(id, query) {

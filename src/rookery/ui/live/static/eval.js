@@ -1,6 +1,6 @@
 // An evaluation: models, and the answers to each task.
 
-import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, refill, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable, PLAIN } from "./table.js";
@@ -45,14 +45,15 @@ export class EvalView {
 
   drawModels(view, report) {
     const live = this.names.map((name, place) => {
-      const rewards = this.tasks.map(({ answers }) => answers[place]?.[0][0]).filter(isNumber);
-      return { name: this.title(name), mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_scored: rewards.length };
+      const measured = this.tasks.flatMap(({ answers }) => answers[place]?.slice(0, 1) ?? []);
+      const rewards = measured.map(([reward]) => reward).filter(isNumber);
+      return { name: this.title(name), mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_failed: measured.filter(([, isFailed]) => isFailed).length };
     });
     const rows = report.models.length ? report.models : live;
     const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
     const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
-    const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: row === best && rows.some((other) => (other.mean ?? -Infinity) < best.mean) }));
-    this.models.replaceChildren(this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
+    const marked = rows.map((row) => ({ ...row, is_winner: row === best && rows.some((other) => (other.mean ?? -Infinity) < best.mean) }));
+    refill(this.models, this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
   // Steps of a pipeline, each a run in the same folder.

@@ -44,7 +44,7 @@ export class EventsView {
     this.pages = new Map();
     this.table = new LongTable({ columns: COLUMNS_OF_EVENTS, kind: "events", label: "Events", row: (i) => this.cells(i) });
     this.kind = h("select", { "aria-label": "Kind", onchange: (e) => this.set({ kind: e.target.value }) });
-    const typed = later((value) => this.set({ text: value }), 250);
+    const typed = later((value) => this.isClosed || this.set({ text: value }), 250);
     this.text = h("input", { type: "search", placeholder: "Text in key or payload", "aria-label": "Text", value: this.state.text, oninput: (e) => typed(e.target.value) });
     this.status = h("span", { class: "note" });
     this.detail = h("div", { class: "detail", "aria-live": "polite" });
@@ -55,9 +55,10 @@ export class EventsView {
   }
 
   setCounts(counts) {
-    const kinds = Object.entries(counts).sort((a, b) => b[1] - a[1]);
+    const { kind } = this.state; // of a link there may be none
+    const kinds = Object.entries({ ...(kind && { [kind]: 0 }), ...counts }).sort((a, b) => b[1] - a[1]);
     const options = [["", Object.values(counts).reduce((a, b) => a + b, 0)], ...kinds];
-    this.kind.replaceChildren(...options.map(([k, n]) => h("option", { value: k, selected: k === this.state.kind }, `${k || "all kinds"} (${count(n)})`)));
+    this.kind.replaceChildren(...options.map(([k, n]) => h("option", { value: k, selected: k === kind }, `${k || "all kinds"} (${count(n)})`)));
   }
 
   set(values) {
@@ -103,7 +104,7 @@ export class EventsView {
     return {
       key: seq,
       class: seq === this.state.seq ? "chosen" : "",
-      onclick: () => this.open(seq),
+      onclick: () => { note({ seq }); this.open(seq); },
       cells: [el("button", PLAIN, count(seq)), timeOfDay(time), kind, key, payload],
     };
   }
@@ -112,7 +113,6 @@ export class EventsView {
     if (this.opening === seq) return;
     this.opening = seq;
     this.state.seq = seq;
-    note({ seq });
     this.table.refresh();
     try {
       const event = await this.source.get(`${this.path}/event/${seq}`);
@@ -124,6 +124,7 @@ export class EventsView {
   }
 
   close() {
+    this.isClosed = true;
     this.table.close();
   }
 }

@@ -1,7 +1,7 @@
 // An evolution of programs: best score, tree, grid, failures, and each program.
 
 import { axis, barChart, Chart, edgeSeries, flat, frame, tip, upright } from "./charts.js";
-import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, refill, section, table } from "./dom.js";
 import { costsLine, stringTable } from "./report.js";
 import { grouped } from "./source.js";
 import { LongTable, PLAIN } from "./table.js";
@@ -30,7 +30,7 @@ export class EvolveView {
     this.picked = place().query.get("program") ?? "";
     this.by = placed("by", ["evaluations", "tokens"]);
     this.only = placed("only", ["", "committed", "failed"]);
-    this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
+    this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.isZoomed = false; this.score.redraw(); });
     this.onlySelect = choice("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
     const pickPoint = (drawn, shown) => drawn.on("click", ({ seriesName, dataIndex }) => this.pick(shown()[seriesName][dataIndex].id));
     this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.shownScores) });
@@ -108,7 +108,7 @@ export class EvolveView {
     const islands = grouped(this.all.filter((p) => p.number > 0), (p) => p.island ?? 0);
     const best = (ps) => ps.filter((p) => p.state === "committed" && isNumber(p.score)).reduce((a, b) => (a && a.score >= b.score ? a : b), null);
     const line = ([island, ps]) => [`Island ${island}`, count(ps.length), count(ps.filter((p) => p.state === "committed").length), count(ps.filter((p) => p.state === "failed").length), best(ps) ? h("button", { class: "plain", onclick: () => this.pick(best(ps).id) }, `${six(best(ps).score)} (${best(ps).id})`) : "–"];
-    this.islands.replaceChildren(islands.size ? section("Islands", table(["Island", ["Programs"], ["Kept"], ["Failed"], ["Best"]], [...islands].sort((a, b) => a[0] - b[0]).map(line))) : "");
+    refill(this.islands, islands.size ? section("Islands", table(["Island", ["Programs"], ["Kept"], ["Failed"], ["Best"]], [...islands].sort((a, b) => a[0] - b[0]).map(line))) : "");
   }
 
   // Tabulates models, operators and training; numbers of plays come from the report once it exists.
@@ -125,7 +125,7 @@ export class EvolveView {
     const learned = report.learned.flatMap((row) => (row.models.length ? row.models : [{}]).map((model, place) => [
       ...(place ? ["", "", "", "", "", ""] : [row.error || row.name, count(row.iteration), count(row.num_rows), count(row.num_groups), count(row.tokens), six(row.seconds)]),
       h("span", { class: "name" }, model.name ?? ""), count(model.num_plays), six(model.gain), count(model.cost)]));
-    this.models.replaceChildren(
+    refill(this.models,
       names.length ? section("Cost by model", table(["Model", ["Weight"], ["Asked"], ["Kept"], ["Gain"], ["Tokens"]], names.map(line))) : "",
       operators.length ? section("Operators", lead("How children were made. Each operator's share follows its recent improvement of the best score per token."), table(["Operator", ["Given"], ["Accepted"], ["Improved"], ["Tokens"]], operators)) : "",
       learned.length ? section("Learning", lead("Adapters trained on answers of this run, and what each model was given and won from then on."), table(["Training", ["Joined"], ["Answers"], ["Groups"], ["Trained tokens"], ["Seconds"], "Model", ["Asked"], ["Gain"], ["Tokens"]], learned)) : "");
@@ -207,7 +207,7 @@ export class EvolveView {
     const row = ([kind, ps]) => [h("span", { class: "name" }, kind), count(ps.length), h("button", { class: "plain", onclick: () => this.pick(ps[0].id) }, ps[0].id), clip(ps[0].failure[1], 400)];
     const rows = [...kinds].sort((a, b) => b[1].length - a[1].length).map(row);
     const share = isNumber(report.failed_share) ? `: ${Math.round(100 * report.failed_share)} % of all` : "";
-    this.failures.replaceChildren(section("Failures", rows.length ? [lead(`Iterations that gave no program${share}. They are recorded and have no score.`), table(["Kind", ["Programs"], "First", "What was said first"], rows)] : emptyNote("No iteration failed.")));
+    refill(this.failures, section("Failures", rows.length ? [lead(`Iterations that gave no program${share}. They are recorded and have no score.`), table(["Kind", ["Programs"], "First", "What was said first"], rows)] : emptyNote("No iteration failed.")));
   }
 
   drawGrid(report) {

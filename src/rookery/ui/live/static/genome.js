@@ -1,7 +1,7 @@
 // A genome run: baselines, fitness, candidates, ancestry, wins and losses by task, dropped candidates.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
+import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, refill, refold, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
@@ -30,7 +30,9 @@ export class GenomeView {
     this.finalsBox = section("Finalists", lead("Their score on the search tasks, which chose them, against the select tasks, which they had not seen."), this.finals.box);
     this.dropped = new LongTable({ columns: DROPPED_COLUMNS, kind: "dropped", label: "Dropped and failed candidates", row: (i) => this.droppedRow(i) });
     this.tokens = barChart({ label: "Tokens used by each generation", x: "Generation", y: "Tokens", bars: () => ({ names: this.generations.map((g) => String(g.generation)), series: [{ name: "tokens", values: this.generations.map((g) => g.num_tokens) }], mark: -1 }) });
-    [this.results, this.droppedBox, this.generationBox, this.ancestryBox, this.tasksets, this.front, this.costs] = Array.from({ length: 7 }, () => h("div"));
+    [this.results, this.generationBox, this.ancestryBox, this.tasksets, this.front, this.costs] = Array.from({ length: 6 }, () => h("div"));
+    this.droppedLead = lead("");
+    this.droppedBox = section("Dropped and failed", this.droppedLead, this.dropped.element);
     this.duelBox = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" });
     this.bars = [];
@@ -99,10 +101,8 @@ export class GenomeView {
   drawGenerations() {
     const shown = this.generations.slice(-LISTED_GENERATIONS);
     const line = (g) => [String(g.generation), score(g.best), score(g.mean), score(g.worst), ...[g.num_candidates, g.num_dropped, g.num_failed, g.num_tokens].map((n) => count(n)), seconds(g.seconds)];
-    const isOpen = this.generationBox.querySelector("details")?.open;
-    const box = shown.length ? folded("Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]) : emptyNote("No generation is finished yet.");
-    if (isOpen) box.open = true;
-    this.generationBox.replaceChildren(box);
+    if (!shown.length) this.generationBox.replaceChildren(emptyNote("No generation is finished yet."));
+    else refold(this.generationBox, "Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]);
   }
 
   drawDropped() {
@@ -110,8 +110,8 @@ export class GenomeView {
     this.droppedBox.hidden = !this.candidates.size;
     const failed = this.out.filter((c) => c.error).length;
     const said = this.out.length ? `${count(this.out.length - failed)} were dropped by the race before they had answered all ${count(this.facts.num_tasks)} search tasks, ${count(failed)} failed.` : "None: every candidate answered all search tasks.";
-    if (this.droppedSaid !== said) this.droppedBox.replaceChildren(section("Dropped and failed", lead(said), this.out.length ? this.dropped.element : ""));
-    this.droppedSaid = said;
+    refill(this.droppedLead, said);
+    this.dropped.element.hidden = !this.out.length; // it stays where it is: what is moved scrolls to its top
     this.dropped.resize(this.out.length);
   }
 
@@ -125,9 +125,7 @@ export class GenomeView {
     const line = [...ancestry(this.candidates, head)].map((id) => this.candidates.get(id)).filter(Boolean).sort((a, b) => (a.generation ?? Infinity) - (b.generation ?? Infinity));
     const parents = (c) => (c.parents ?? []).map((p, k) => [k ? ", " : "", p, isNumber(weights[c.id]?.[k]) && h("span", { class: "interval" }, ` × ${number(weights[c.id][k], 2)}`)]);
     const row = (c) => ({ class: c.id === head ? "winner" : null, cells: [h("span", { class: "name" }, c.id), String(c.generation ?? "now"), c.operator, parents(c), score(c.score)] });
-    const isOpen = this.ancestryBox.querySelector("details")?.open;
-    this.ancestryBox.replaceChildren(folded("The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row))));
-    if (isOpen) this.ancestryBox.firstChild.open = true;
+    refold(this.ancestryBox, "The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row)));
   }
 
   pick(id) {
@@ -143,7 +141,7 @@ export class GenomeView {
     if (!c) return;
     const clear = h("button", { class: "plain", onclick: () => { this.picked = ""; note({ candidate: "" }); this.detail.replaceChildren(); this.drawLineage(); this.loadDuel(); } }, "clear");
     const pairs = [["made by", c.operator], ["from", (c.parents ?? []).join(", ")], ["search score", number(c.score)], ["select score", number(this.facts.select[c.version])], ["tasks answered", count(c.num_tasks)], ["failed", c.error]];
-    this.detail.replaceChildren(h("h3", null, c.id, " ", clear), facts(pairs.filter(([, v]) => v && v !== "–")));
+    refill(this.detail, h("h3", null, c.id, " ", clear), facts(pairs.filter(([, v]) => v && v !== "–")));
   }
 
   droppedRow(index) {
@@ -263,7 +261,7 @@ class DuelList {
 
   cells(index) {
     const [task, before, , after] = this.tasks[index];
-    return { onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [el("button", PLAIN, task), number(before, 2), number(after, 2)] };
+    return { key: task, onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [el("button", PLAIN, task), number(before, 2), number(after, 2)] };
   }
 
   async open(index) {

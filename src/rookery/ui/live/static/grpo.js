@@ -1,7 +1,7 @@
 // A training: rewards, metrics by panel, time by stage, and completions by step.
 
 import { lineChart } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, refold, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection, stringTable } from "./report.js";
 import { listed, Metrics } from "./source.js";
 import { count, interval, isNumber, number, score, signed } from "./words.js";
@@ -77,11 +77,9 @@ export class GrpoView {
     const { rows, summary } = report;
     this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), sampledSection(report), this.sweepSection(report));
     const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
-    const isOpen = this.selects.querySelector("details")?.open;
     const best = this.checkpoints.filter((row) => row.is_best).at(-1);
     const rowsOf = this.checkpoints.map((row) => line({ ...row, is_best: row === best }));
-    this.selects.replaceChildren(rowsOf.length ? folded("Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf)) : "");
-    if (isOpen) this.selects.firstChild.open = true;
+    if (rowsOf.length) refold(this.selects, "Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf));
     this.costs.replaceChildren(costsLine(summary.costs.filter((cost) => !cost.startsWith("0 "))));
   }
 
@@ -163,8 +161,9 @@ export class GrpoView {
     const spread = (group) => Math.max(...rewards(group)) - Math.min(...rewards(group));
     const by = { best: (a, b) => mean(b) - mean(a), spread: (a, b) => spread(b) - spread(a) }[this.order.value];
     const said = isWhole ? `${count(groups.length, "group")} with all their completions, coloured by their advantage: how far the reward is above the mean of its group.` : "The best and the worst answer of one group: the others are not kept.";
+    const prompts = new Map(Object.entries(this.report.prompts ?? {}));
     const shown = (by ? [...groups].sort(by) : groups).slice(0, MOST_GROUPS);
-    this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, this.report.prompts?.[group.task])));
+    this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, prompts.get(group.task))));
   }
 
   close() {

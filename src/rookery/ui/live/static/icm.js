@@ -47,6 +47,9 @@ export class IcmView {
     this.table = new LongTable({ columns: LABEL_COLUMNS, kind: "labels", label: "Labels", row: (i) => this.cells(i) });
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose an item to see what decided its label."));
     this.picked = place().query.get("item") ?? "";
+    this.labelLead = lead("");
+    this.labelCount = h("span", { class: "note" });
+    this.labelParts = [this.labelLead, this.margins.box, h("div", { class: "bar" }, this.order, this.labelCount), h("div", { class: "split" }, this.table.element, this.detail)];
     this.element = h("div", null,
       this.results,
       section("The search", lead("One line for each chain. A frustrated item is predicted by the others to have another label than it has."), this.state, figure("U, the coherence of all labels", this.utility), h("div", { class: "panels" }, figure("Frustrated", this.frustrated), figure("Labelled", this.labelled), figure("Temperature", this.temperature), this.inconsistentBox), this.chainBox),
@@ -129,7 +132,9 @@ export class IcmView {
     }
     this.inOrder = [...this.labels];
     const balance = Object.entries(this.report.balance).map(([name, held]) => `${name} ${count(held)}`).join(", ");
-    this.labelBox.replaceChildren(lead(`How sure each label is, by its log-odds given all others.${balance ? ` ${balance}.` : ""}`), this.margins.box, h("div", { class: "bar" }, this.order, h("span", { class: "note" }, count(this.labels.length, "label"))), h("div", { class: "split" }, this.table.element, this.detail));
+    this.labelLead.textContent = `How sure each label is, by its log-odds given all others.${balance ? ` ${balance}.` : ""}`;
+    this.labelCount.textContent = count(this.labels.length, "label");
+    if (this.labelLead.parentNode !== this.labelBox) this.labelBox.replaceChildren(...this.labelParts); // what is moved scrolls to its top
     this.margins.redraw();
     this.arrange();
     if (this.picked) this.open(this.picked);
@@ -144,13 +149,12 @@ export class IcmView {
 
   cells(index) {
     const row = this.labels[index];
-    return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [el("button", PLAIN, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
+    return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => { note({ item: row.id }); this.open(row.id); }, cells: [el("button", PLAIN, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
   }
 
   // Shows the decision that gave an item its label, and the other labels at that time.
   async open(id) {
     this.picked = id;
-    note({ item: id });
     this.table.refresh();
     const row = this.labels.find((one) => one.id === id);
     if (!row) return;

@@ -11,7 +11,7 @@ import { IcmView } from "./icm.js";
 import { LeagueView } from "./league.js";
 import { comparison, costsLine, headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
-import { grouped, mergeView, Metrics } from "./source.js";
+import { AGAIN_MS, grouped, mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number, six } from "./words.js";
 
 const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
@@ -40,8 +40,14 @@ class CurvesView {
     const names = [...curves.keys()];
     const isSame = names.length === this.charts.size && names.every((n) => this.charts.has(n));
     if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written."));
-    else if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves.get(n) }]));
+    else if (isSame) names.forEach((n) => this.grow(this.charts.get(n), n));
     else this.build(names);
+  }
+
+  // What is zoomed into is read again, with all its points.
+  grow(chart, name) {
+    if (chart.isZoomed) chart.tellZoom();
+    else chart.setSeries([{ name, points: this.metrics.curves.get(name) }]);
   }
 
   build(names) {
@@ -55,7 +61,7 @@ class CurvesView {
   panel(name) {
     const points = this.metrics.curves.get(name);
     const zoom = later(async (first, last) => {
-      if (this.source.isLive) chart.setSeries([{ name, points: await this.metrics.zoom(name, first, last) }]);
+      if (this.source.isLive && !chart.isClosed) chart.setSeries([{ name, points: await this.metrics.zoom(name, first, last) }]);
     }, 200);
     const chart = lineChart({ label: name, series: [{ name, points }], onzoom: zoom });
     this.charts.set(name, chart);
@@ -86,6 +92,7 @@ class RunPage {
     this.path = `runs/${encodeURIComponent(id)}`;
     this.tab = placed("tab", [...TABS.keys()]);
     this.view = null;
+    this.retry = later(() => this.isClosed || this.refresh(), AGAIN_MS);
   }
 
   async start(isShown) {
@@ -167,7 +174,7 @@ class RunPage {
     this.head();
     const { summary, warnings } = this.report;
     const said = summary ? headline(this.report, this.overview.row.result) : emptyNote("Nothing is reported: the curves and events say all.");
-    this.top.replaceChildren(said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
+    refill(this.top, said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
   }
 
   // Updates the head and the open tab with new data only.
@@ -189,6 +196,8 @@ class RunPage {
       this.tellLost("");
     } catch (error) {
       this.tellLost(error.message);
+      this.overview.pulse = pulse; // not all of what is new is shown
+      this.retry();
     }
     this.refreshing = false;
     if (this.again && !this.isClosed) {

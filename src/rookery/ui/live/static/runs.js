@@ -1,7 +1,7 @@
 // The list of runs: filter, sort, search, select; the address holds the state.
 
 import { sparkPoints } from "./charts.js";
-import { address, brandLine, drawn, el, emptyNote, errorNote, h, note, place, runLink, svgEl } from "./dom.js";
+import { address, brandLine, drawn, el, emptyNote, errorNote, h, note, place, placed, refill, runLink, svgEl } from "./dom.js";
 import { LongTable } from "./table.js";
 import { ago, clock, count, duration, interval, isNumber, number, progressWords } from "./words.js";
 
@@ -15,7 +15,8 @@ const COLUMNS = [
   { name: "started", label: "Started", class: "when", sort: (r) => r.started_s },
   { name: "took", label: "Took", class: "took", sort: (r) => r.worked_s },
 ];
-const STATUSES = ["running", "done", "failed", "stopped", "killed", "unreadable"];
+const ORDERS = COLUMNS.filter((column) => column.sort).flatMap(({ name }) => [`-${name}`, name]);
+const STATUSES = ["", "running", "done", "failed", "stopped", "killed", "unreadable"];
 
 export function statusMark(row) {
   return el("span", { class: "mark", "data-status": row.status, title: row.reason || null }, row.status);
@@ -50,7 +51,7 @@ class RunsView {
     this.version = this.told = 0;
     this.chosen = [];
     const { query } = place();
-    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.getAll("sel") };
+    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: placed("status", STATUSES), sort: placed("sort", ["-started", ...ORDERS]), sel: query.getAll("sel") };
     this.selected = new Set(this.state.sel);
     this.build(main);
   }
@@ -59,7 +60,7 @@ class RunsView {
     const change = (name) => (event) => this.set({ [name]: event.target.value });
     this.search = h("input", { type: "search", placeholder: "Search name, model, reason", "aria-label": "Search", value: this.state.q, oninput: change("q") });
     this.loop = h("select", { "aria-label": "Loop", onchange: change("loop") });
-    this.status = h("select", { "aria-label": "Status", onchange: change("status") }, ["", ...STATUSES].map((s) => h("option", { value: s, selected: s === this.state.status }, s || "any status")));
+    this.status = h("select", { "aria-label": "Status", onchange: change("status") }, STATUSES.map((s) => h("option", { value: s, selected: s === this.state.status }, s || "any status")));
     this.lead = h("p", { class: "lead" });
     this.compare = h("span", { class: "compare-bar" });
     this.trouble = h("div");
@@ -107,27 +108,31 @@ class RunsView {
   set(values) {
     Object.assign(this.state, values);
     note({ ...this.state, sort: this.state.sort === "-started" ? "" : this.state.sort });
-    this.arrange("sort" in values);
+    if ("sort" in values) {
+      this.table.mark(values.sort);
+      this.table.body.scrollTop = 0;
+    }
+    this.arrange();
     this.describe();
   }
 
-  arrange(isNewTable = false) {
+  // Chooses and sorts the rows by the state.
+  arrange() {
     const { q, loop, status, sort } = this.state;
     const words = q.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = (row) => {
       const all = `${row.name} ${row.id} ${row.model} ${row.kind} ${row.reason}`.toLowerCase();
       return (!loop || row.kind === loop) && (!status || row.status === status) && words.every((w) => all.includes(w));
     };
-    const column = COLUMNS.find((c) => c.name === sort.replace(/^-/, "")) ?? COLUMNS[6];
+    const column = COLUMNS.find((c) => c.name === sort.replace(/^-/, ""));
     const way = sort.startsWith("-") ? -1 : 1;
     const order = (a, b) => (a === b ? 0 : a < b ? -way : way);
     this.chosen = [...this.rows.values()].filter(fits).sort((a, b) => order(column.sort(a), column.sort(b)) || (a.id < b.id ? -1 : 1));
-    if (!this.table || isNewTable) this.makeTable();
+    if (!this.table) this.makeTable();
     this.table.resize(this.chosen.length);
   }
 
   makeTable() {
-    this.table?.close();
     this.table = new LongTable({ columns: COLUMNS, kind: "runs", label: "Runs", row: (i) => this.cells(this.chosen[i]), sorted: this.state.sort, onsort: (sort) => this.set({ sort }) });
     this.nothing = h("div");
     this.box.replaceChildren(this.table.element, this.nothing);
@@ -160,7 +165,7 @@ class RunsView {
   }
 
   describe() {
-    const kinds = [...new Set([...this.rows.values()].map((r) => r.kind).filter(Boolean))].sort();
+    const kinds = [...new Set([this.state.loop, ...[...this.rows.values()].map((r) => r.kind)].filter(Boolean))].sort();
     if (this.kinds !== kinds.join()) {
       this.kinds = kinds.join();
       this.loop.replaceChildren(...["", ...kinds].map((k) => h("option", { value: k, selected: k === this.state.loop }, k || "any loop")));
@@ -170,9 +175,9 @@ class RunsView {
     if (running) parts.push(`${running} running`);
     if (this.pending) parts.push(`reading ${count(this.pending)} more`);
     this.lead.textContent = parts.join(" · ");
-    this.nothing.replaceChildren(...(this.chosen.length ? [] : [this.emptiness()]));
+    refill(this.nothing, this.chosen.length ? null : this.emptiness());
     const ids = [...this.selected].filter((id) => this.rows.has(id));
-    this.compare.replaceChildren(
+    refill(this.compare,
       ids.length >= 2
         ? h("a", { class: "button", href: address(["compare"], { runs: ids }) }, `Compare ${ids.length} runs`)
         : h("span", { class: "note" }, ids.length ? "Select one more to compare." : "Select two or more to compare."),

@@ -1,6 +1,6 @@
 // The source of the data: the server, or the file itself if it is an export.
 
-const AGAIN_MS = 4000;
+export const AGAIN_MS = 4000;
 
 class Live {
   isLive = true;
@@ -115,26 +115,26 @@ export function grouped(rows, key) {
 
 export const listed = (view, name) => [...(view.lists[name]?.values() ?? [])];
 
-// The curves of a run: loaded once, then extended by the steps after the last one.
+// The curves of a run: loaded once, then extended by the rows written since.
 export class Metrics {
   constructor(source, path, points) {
-    Object.assign(this, { source, path: `${path}/curves`, points, curves: new Map(), last: -1, revision: -1 });
+    Object.assign(this, { source, path: `${path}/curves`, points, curves: new Map(), rows: -1, revision: -1 });
   }
 
   async update() {
     const longest = Math.max(0, ...[...this.curves.values()].map((points) => points.length));
-    if (this.last < 0 || longest > 3 * this.points) return this.load();
-    const fresh = await this.source.get(this.path, { points: this.points, first: this.last + 1 });
+    if (this.rows < 0 || longest > 3 * this.points) return this.load();
+    const fresh = await this.source.get(this.path, { points: this.points, after: this.rows });
     const names = Object.keys(fresh.curves);
     if (fresh.revision !== this.revision || names.some((name) => !this.curves.has(name))) return this.load();
-    this.last = fresh.last;
+    this.rows = fresh.rows;
     for (const name of names) this.curves.get(name).push(...fresh.curves[name]);
     return this.curves;
   }
 
   async load() {
-    const { curves, last, revision } = await this.source.get(this.path, { points: this.points });
-    Object.assign(this, { last, revision, curves: new Map(Object.entries(curves)) });
+    const { curves, rows, revision } = await this.source.get(this.path, { points: this.points });
+    Object.assign(this, { rows, revision, curves: new Map(Object.entries(curves)) });
     return this.curves;
   }
 

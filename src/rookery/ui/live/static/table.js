@@ -1,6 +1,6 @@
 // A table of any length: only visible rows have nodes.
 
-import { h, later, patch, perFrame } from "./dom.js";
+import { el, h, later, patch, perFrame } from "./dom.js";
 
 const SPARE = 6; // extra rows beyond either edge
 export const PLAIN = { class: "plain" }; // a button that looks like text; its row handles the click
@@ -41,7 +41,9 @@ export class LongTable {
     this.columns = columns;
     this.draw = perFrame(() => this.paint());
     this.settle = later(() => this.order(), REST_MS);
-    this.head = h("div", { class: "lt-row lt-head", role: "row" }, columns.map((c) => this.heading(c, onsort, sorted)));
+    this.onsort = onsort;
+    this.head = h("div", { class: "lt-row lt-head", role: "row" });
+    this.mark(sorted);
     this.spacer = h("div", { class: "lt-space" });
     this.body = h("div", { class: "lt-body", role: "rowgroup", tabindex: "0", onscroll: this.draw }, this.spacer);
     this.element = h("div", { class: `lt ${kind}`, role: "table", "aria-label": label }, this.head, this.body);
@@ -49,13 +51,18 @@ export class LongTable {
     this.observer.observe(this.body);
   }
 
-  heading(column, onsort, sorted) {
+  // The headings, with the order that the rows have now.
+  mark(sorted) {
+    patch(this.head, this.columns.map((column) => this.heading(column, sorted)));
+  }
+
+  heading(column, sorted) {
     const order = sorted === column.name ? "ascending" : sorted === `-${column.name}` ? "descending" : null;
     const mark = order === "ascending" ? " ↑" : order === "descending" ? " ↓" : "";
-    const inner = column.sort && onsort
-      ? h("button", { class: "plain", onclick: () => onsort(order === "descending" ? column.name : `-${column.name}`) }, column.label + mark)
+    const inner = column.sort && this.onsort
+      ? el("button", { class: "plain", onclick: () => this.onsort(order === "descending" ? column.name : `-${column.name}`) }, column.label + mark)
       : column.label;
-    return h("div", { class: `lt-cell ${column.class ?? ""}`, role: "columnheader", "aria-sort": order }, inner);
+    return el("div", { class: `lt-cell ${column.class ?? ""}`, role: "columnheader", "aria-sort": order }, inner);
   }
 
   // Row height in pixels, read from the style once per resize, because reading forces a layout.
@@ -123,13 +130,16 @@ export class LongTable {
     else this.settle();
   }
 
-  // Sorts the nodes by row, for keyboards and screen readers.
+  // Sorts the nodes by row, for keyboards and screen readers. A moved node loses focus and selection, so
+  // the others are moved around the row that has them.
   order() {
     const nodes = [...this.shown].sort(([a], [b]) => a - b).map(([, row]) => row.node);
-    if (nodes.every((node, k) => node === this.spacer.children[k])) return;
-    const held = Math.max(0, nodes.findIndex((node) => node.matches(":focus-within, :active"))); // a moved node loses the focus
-    nodes.slice(0, held).forEach((node) => this.spacer.insertBefore(node, nodes[held]));
-    this.spacer.append(...nodes.slice(held + 1));
+    const marked = getSelection();
+    const isMarked = (node) => !marked.isCollapsed && marked.containsNode(node, true);
+    const isFocused = (node) => node.matches(":focus-within, :active");
+    const held = Math.max(0, nodes.findIndex(nodes.some(isFocused) ? isFocused : isMarked));
+    for (let k = held + 1; k < nodes.length; k += 1) if (nodes[k - 1].nextSibling !== nodes[k]) nodes[k - 1].after(nodes[k]);
+    for (let k = held - 1; k >= 0; k -= 1) if (nodes[k + 1].previousSibling !== nodes[k]) nodes[k + 1].before(nodes[k]);
   }
 
   scrollTo(index) {
