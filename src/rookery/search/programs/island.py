@@ -90,7 +90,7 @@ class Change:
 
 class Front:
     """The programs that no other dominates, at most `size` of them; None: no limit. A full front
-    drops its most crowded member. Of two with equal objectives the first stays."""
+    drops its most crowded member. The first of two with equal objectives stays."""
 
     def __init__(
         self, *, size: int | None, members: Mapping[str, Sequence[float]] | None = None
