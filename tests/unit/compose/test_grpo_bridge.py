@@ -16,7 +16,9 @@ from forked import forked, run_code
 from tiny import tiny_adapter, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
+from rookery.compose.grpo import plan as grpo_plan
 from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo import setup as grpo_setup
 from rookery.compose.grpo.bridge import (
     adapter_publisher,
     attach,
@@ -333,9 +335,46 @@ async def test_servers_get_the_share_of_the_gpu_that_the_trainer_leaves(
 
     monkeypatch.setattr("rookery.compose.grpo.bridge.open_servers", open_servers)
     setup = read_setup(config)
-    for share in (0.4, None):
+    for launch in ({"gpu_memory_utilization": 0.4}, {}):
         with pytest.raises(FleetError, match="no server here"):
-            async with open_beside(setup, gpu_share=share, on_launch=lambda _: None):
+            async with open_beside(setup, launch=launch, on_launch=lambda _: None):
                 pass
     shares = [launch_of(engine).gpu_memory_utilization for engine in started]  # type: ignore[union-attr]
     assert shares == [0.4, None]
+
+
+@pytest.mark.parametrize(
+    ("launch", "changes", "gib", "num"),
+    [
+        ({}, {}, 40, 2),
+        ({}, {}, 16, 1),
+        ({"servers_per_gpu": 3}, {}, 40, 3),
+        ({"replicas": 1}, {}, 40, 1),
+        ({}, {"bridge": "slot"}, 40, 1),
+    ],
+)
+def test_a_small_policy_is_served_twice_if_the_gpu_has_room(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: dict[str, Any],
+    changes: dict[str, Any],
+    gib: int,
+    num: int,
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(f'{{"prompt": "{n} =", "answer": "{n}"}}\n' for n in range(60)))
+    server = {"model": str(tiny_folder), "device": "cuda", **launch}
+    config = GrpoConfig.model_validate(
+        {
+            "engine": {"type": "fleet", "launch": server},
+            "tasksets": [{"type": "jsonl", "path": str(tasks), "scorer": {"type": "exact"}}],
+            **changes,
+        }
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(grpo_setup, "trainer_place", lambda _: ("cuda", "bfloat16"))
+    monkeypatch.setattr(grpo_plan, "_memory", lambda _: gib * 2**30)
+    settings = grpo_plan.plan_servers(config, read_setup(config))
+    assert settings["servers_per_gpu"] == num
+    assert 0.5 < float(str(settings["gpu_memory_utilization"])) < 0.95

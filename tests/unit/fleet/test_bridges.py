@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 import torch
 from fleet.sharing import (
+    PACKED,
     ROUTES,
     SHAPES,
     SharingStub,
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from rookery.errors import FleetError
 from rookery.fleet import open_fleet
+from rookery.fleet.bridges import alias
 from rookery.fleet.bridges.adapter import CopyBridge
 from rookery.fleet.bridges.alias import MergeBridge, SharedBase, alias_weights, share_base
 from rookery.fleet.bridges.update import Canary
@@ -209,9 +211,7 @@ async def test_an_adapter_is_added_to_the_weights_of_the_servers() -> None:
             whole = merged | {"lm_head.weight": torch.ones(3)}
             return wrong or expected(whole, canary)
 
-        bridge = MergeBridge(
-            fleet, shared, base=base, served=served, canary=canary, logprobs=logprobs
-        )
+        bridge = MergeBridge(fleet, shared, base=base, canary=canary, logprobs=logprobs)
         served[LAYERS[0]] += 1  # of a run that was killed
         for layers in ([LAYERS[1]], LAYERS[:2], []):
             adapter = merging_adapter(f"step-{len(layers)}", *layers)
@@ -223,6 +223,41 @@ async def test_an_adapter_is_added_to_the_weights_of_the_servers() -> None:
         wrong[:] = [-1.0] * len(canary.ids)
         with pytest.raises(FleetError, match="took the new weights but computes with others"):
             await bridge.publish(merging_adapter("step-9", *LAYERS))
+
+
+class _OnGpu(SharingStub):
+    """Has memory of its own, which no file names."""
+
+    def _share(self, source: str) -> dict[str, Any]:
+        return {"packed": PACKED, "owner": self.url}
+
+
+async def test_an_adapter_is_added_to_each_of_several_servers_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stubs = [_OnGpu(), _OnGpu()]
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet:
+        memory = {stub.url: stub.tensors for stub in stubs}
+        monkeypatch.setattr(alias, "open_tensors", lambda manifest: memory[manifest["owner"]])
+        with pytest.raises(FleetError, match="one server on a GPU, and the fleet has 2"):
+            await share_base(fleet)
+        shared = await share_base(fleet, may_copy=True)
+        views = shared.find(SHAPES)
+        base = {layer: views[f"{layer}.weight"].clone() for layer in LAYERS}
+
+        async def logprobs(_: Adapter) -> Sequence[float]:
+            return expected(views, canary)
+
+        canary = Canary.of(fleet.capabilities, is_float32=True)
+        bridge = MergeBridge(fleet, shared, base=base, canary=canary, logprobs=logprobs)
+        await bridge.publish(merging_adapter("step-1", LAYERS[1]))
+        first, second = (stub.tensors["layers.0.qkv_proj.weight"] for stub in stubs)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, first_weights()["layers.0.qkv_proj.weight"])
+        second += 1
+        with pytest.raises(FleetError, match="1 of 2 servers did not get the new weights"):
+            stubs[1].tensors = {name: t.clone() for name, t in stubs[1].tensors.items()}
+            await bridge.publish(merging_adapter("step-2", LAYERS[0]))
 
 
 # A model over weights in a server's layout.

@@ -308,6 +308,22 @@ def test_gpus_are_left_to_a_trainer_and_counted_by_stage(monkeypatch: pytest.Mon
     assert "--gpu-memory-utilization 0.5" in " ".join(command_line(whole, port=1))
 
 
+def test_servers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    config = LaunchConfig(model="m", servers_per_gpu=2, gpu_memory_utilization=0.5)
+    assert num_replicas(config) == 4
+    gpus = [
+        environment(config, index=i, num_servers=4, modules=Path(), adapters=None)[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        for i in range(4)
+    ]
+    assert gpus == ["2", "2", "3", "3"]
+    words = " ".join(command_line(config, port=1))
+    assert "--gpu-memory-utilization 0.25" in words and "shared_gpu.Worker" in words
+    assert "--worker-cls" not in command_line(LaunchConfig(model="m"), port=1)
+
+
 def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

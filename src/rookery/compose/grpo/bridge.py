@@ -6,7 +6,7 @@
 | `copy`    | all     | extended, on this machine            | if `alias` is not possible          |
 | `reload`  | all     | that see a folder of this machine    | if a server is not extended         |
 | `restart` | all     | started here                         | never                               |
-| `merge`   | LoRA    | one, started on the trainer's GPU    | if nothing else is served there     |
+| `merge`   | LoRA    | all started on the trainer's GPU     | if nothing else is served there     |
 | `slot`    | LoRA    | extended, on this machine            | if all servers are                  |
 | `adapter` | LoRA    | that see a folder of this machine    | otherwise                           |
 
@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from rookery.compat.atropos.engine_side import ServingEngine
-from rookery.compose.grpo.setup import BridgePlan, GrpoSetup
+from rookery.compose.grpo.setup import BridgePlan, GrpoSetup, LaunchSettings
 from rookery.embedded import EmbeddedEngine, run_engine
 from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
@@ -79,7 +79,7 @@ class Bridge:
 
     @property
     def is_merge(self) -> bool:
-        """True if adapters are merged into the weights of a server, which then takes any rank."""
+        """True if adapters are merged into the weights of servers, which then take any rank."""
         return self.name == "merge"
 
     def release(self) -> None:
@@ -195,15 +195,15 @@ class Bridged:
 
 @asynccontextmanager
 async def open_beside(
-    setup: GrpoSetup, *, gpu_share: float | None, on_launch: OnLaunch
+    setup: GrpoSetup, *, launch: LaunchSettings, on_launch: OnLaunch
 ) -> AsyncIterator[Opened]:
-    """Open the engine and the trainer's model, which may be the same. `gpu_share` is the fraction
-    of its GPU that the trainer leaves to servers; None: the config decides."""
+    """Open the engine and the trainer's model, which may be the same. `launch` are settings of
+    servers on the trainer's GPU (`plan_servers`)."""
     engine = setup.engine
     if engine.type == "fleet":
         assert setup.bridge is not None, "a fleet has one"
         with claim_folder(engine.adapter_folder or memory_folder()) as owner:
-            async with _open_bridged(setup, setup.bridge, gpu_share, on_launch, owner.folder) as it:
+            async with _open_bridged(setup, setup.bridge, launch, on_launch, owner.folder) as it:
                 yield it
         return
     assert engine.type == "embedded", "a service trains by itself"
@@ -223,12 +223,11 @@ async def open_beside(
 
 @asynccontextmanager
 async def _open_bridged(
-    setup: GrpoSetup, plan: BridgePlan, gpu_share: float | None, on_launch: OnLaunch, folder: Path
+    setup: GrpoSetup, plan: BridgePlan, launch: LaunchSettings, on_launch: OnLaunch, folder: Path
 ) -> AsyncIterator[Bridged]:
     engine = plan.engine
-    if engine.launch is not None and gpu_share is not None:
-        launch = engine.launch.model_copy(update={"gpu_memory_utilization": gpu_share})
-        engine = engine.model_copy(update={"launch": launch})
+    if engine.launch is not None:
+        engine = engine.model_copy(update={"launch": engine.launch.model_copy(update=launch)})
     async with _loading(setup) as load, open_servers(engine, on_launch=on_launch) as fleet:
         bridge = await choose_bridge(plan, fleet)
         try:
@@ -284,16 +283,16 @@ async def choose_bridge(plan: BridgePlan, engine: Fleet) -> Bridge:
 async def _share_for_merging(plan: BridgePlan, engine: Fleet) -> Bridge:
     assert plan.folder is not None, "servers have the model of a folder"
     try:
-        shared = await _share(plan, engine)
+        shared = await _share(plan, engine, may_copy=True)
     except FleetError as error:
         raise FleetError(f"bridge is merge, and {error} Or write bridge: slot.") from error
-    why = "as configured" if plan.name == "merge" else "one server, for this policy alone"
+    why = "as configured" if plan.name == "merge" else "servers on this GPU, for this policy alone"
     return Bridge("merge", why, shared)
 
 
-async def _share(plan: BridgePlan, engine: Fleet) -> SharedBase:
+async def _share(plan: BridgePlan, engine: Fleet, *, may_copy: bool = False) -> SharedBase:
     """Map the servers' memory. Raises FleetError if it lacks weights of the model."""
-    shared, folder = await share_base(engine), plan.folder
+    shared, folder = await share_base(engine, may_copy=may_copy), plan.folder
     if folder is not None:
         await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
     return shared
@@ -400,8 +399,7 @@ def _merging(
         for name, linear in model.linears.items()
         if linear.weight is not None and f"{name}.weight" in shared.views
     }
-    served = {name: shared.views[f"{name}.weight"] for name in base}
-    return MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=logprobs)
+    return MergeBridge(fleet, shared, base=base, canary=canary, logprobs=logprobs)
 
 
 def _canary(fleet: Fleet, model: SlottedModel) -> Canary:

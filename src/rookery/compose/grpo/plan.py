@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rookery.compose.grpo.setup import GrpoSetup, read_setup
+from rookery.compose.grpo.setup import GrpoSetup, LaunchSettings, read_setup
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -36,7 +36,7 @@ from rookery.tasks.splits import SplitName
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS, PASS_PART
 
-__all__ = ["MemoryPlan", "MemoryRow", "plan_grpo", "plan_share", "server_row"]
+__all__ = ["MemoryPlan", "MemoryRow", "plan_grpo", "plan_servers", "server_row"]
 
 GIB = 2**30
 MOST_COPIES = 32
@@ -51,6 +51,10 @@ ADAPTER_COPIES = 1.5
 """Memory of a trainer's model and an adapter in training, in multiples of the weight files."""
 LEAST_CACHE = GIB
 """Minimum bytes for keys and values with which a server is useful."""
+SMALL_WEIGHTS = 4 * GIB
+"""Weights of a model that two servers on one GPU answer faster than one."""
+ROOM_EACH = 8 * GIB
+"""Minimum bytes that each of two such servers has beside its weights."""
 DRAWN_TOKEN_BYTES = 300
 """Bytes per token of an answer that waits for training: Python numbers, and the batch in written
 form. Measured: 193, with prompts of 100 and answers of 400 tokens."""
@@ -114,10 +118,10 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     return _make_plan(_with_largest(loaded), setup, _drawn_prompts(loaded, setup))
 
 
-def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
-    """Return the fraction of its GPU that the trainer leaves to a server on it. None: they do not
-    share a GPU, or the config sets the fraction. Raises ConfigError if the training does not fit. A
-    plan takes seconds, so small trainings skip it."""
+def plan_servers(config: GrpoConfig, setup: GrpoSetup) -> LaunchSettings:
+    """Return the fraction of its GPU that the trainer leaves to servers on it, and their number.
+    Empty if they do not share a GPU, or if the config sets the fraction. Raises ConfigError if the
+    training does not fit. A plan takes seconds, so small trainings skip it."""
     config, launch = _with_largest(config), launch_of(setup.engine)
     is_configured = launch is not None and launch.gpu_memory_utilization is not None
     is_needed = setup.place.has_servers and not is_configured
@@ -125,13 +129,27 @@ def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
     if share is None:
         prompts = _drawn_prompts(config, setup)
         if not is_needed and _is_small(config, setup, _lengths(config, prompts)):
-            return None
+            return {}
         plan = _make_plan(config, setup, prompts)
         if plan.complaint:
             raise ConfigError(plan.complaint)
         servers = [row.num_bytes for row in plan.rows if row.name == SERVER]
         share = sum(servers) / plan.available_bytes
-    return math.floor(100 * share) / 100 if is_needed else None
+    if not is_needed:
+        return {}
+    num = _num_servers(setup, int(share * _memory(setup.place.device)))
+    return {"gpu_memory_utilization": math.floor(100 * share) / 100, "servers_per_gpu": num}
+
+
+def _num_servers(setup: GrpoSetup, num_bytes: int) -> int:
+    """Choose two servers if they serve a small policy alone and fit into these bytes."""
+    launch, weights = launch_of(setup.engine), _file_bytes(setup)
+    is_merged = setup.bridge is not None and setup.bridge.is_merged
+    assert launch is not None, "servers are started here"
+    if launch.servers_per_gpu or launch.replicas or not is_merged:
+        return launch.per_gpu
+    fits = weights <= SMALL_WEIGHTS and num_bytes >= 2 * (weights + ROOM_EACH)
+    return 2 if fits else 1
 
 
 def _with_largest(config: GrpoConfig) -> GrpoConfig:

@@ -1,7 +1,7 @@
 """`run_grpo`: trains a policy from a reward, from its config to its report and page.
 
     settle, read_setup    setup.py    read all inputs; fill in what the config leaves open
-    plan_share            plan.py     refuse what does not fit into memory; the servers' share
+    plan_servers          plan.py     refuse what does not fit into memory; servers on this GPU
     open_beside           bridge.py   open the engine, the trainer's model and the bridge
     _ready                            make what is trained; refuse what would make the run fail
     train_policy          loops/grpo  create the run and train; `train_sweep` for a sweep
@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from rookery.compose.grpo.bridge import Opened, open_beside
-from rookery.compose.grpo.plan import plan_share
+from rookery.compose.grpo.plan import plan_servers
 from rookery.compose.grpo.policy import (
     MakePolicy,
     PolicyParts,
@@ -32,7 +32,14 @@ from rookery.compose.grpo.policy import (
     policy_on_service,
     start_adapter,
 )
-from rookery.compose.grpo.setup import GrpoSetup, find_inputs, read_setup, read_step_inputs, settle
+from rookery.compose.grpo.setup import (
+    GrpoSetup,
+    LaunchSettings,
+    find_inputs,
+    read_setup,
+    read_step_inputs,
+    settle,
+)
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
@@ -126,8 +133,8 @@ def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[
         check_service(setup)
         opened = _open_on_service(config, setup, display, is_new=open_run.is_new)
     else:
-        share = plan_share(config, setup)
-        opened = _open(config, setup, share, display, is_new=open_run.is_new)
+        launch = plan_servers(config, setup)
+        opened = _open(config, setup, launch, display, is_new=open_run.is_new)
     return RunPlan(inputs=find_inputs(setup), opened=opened)
 
 
@@ -147,7 +154,7 @@ def _check_sweep(config: GrpoConfig, open_run: RunOpener) -> None:
 
 @asynccontextmanager
 async def _open(
-    config: GrpoConfig, setup: GrpoSetup, gpu_share: float | None, display: Display, *, is_new: bool
+    config: GrpoConfig, setup: GrpoSetup, launch: LaunchSettings, display: Display, *, is_new: bool
 ) -> AsyncIterator[Train]:
     display.note(note for taskset in setup.tasksets for note in taskset.notes)
     if setup.full is not None and setup.lora != LoraConfig():
@@ -155,7 +162,7 @@ async def _open(
     display.say(f"loading {setup.folder.name}")
     outcomes: list[Outcome[GrpoReport]] = []
     with display.launching() as show:
-        async with open_beside(setup, gpu_share=gpu_share, on_launch=show) as opened:
+        async with open_beside(setup, launch=launch, on_launch=show) as opened:
             display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
             processes = await asyncio.to_thread(join_processes, opened.model.device.type)
             ready = await _ready(config, setup, opened, processes, display)

@@ -37,6 +37,7 @@ from rookery.weights import read_adapter
 __all__ = [
     "BridgePlan",
     "GrpoSetup",
+    "LaunchSettings",
     "Place",
     "find_inputs",
     "plan_bridge",
@@ -44,6 +45,10 @@ __all__ = [
     "read_step_inputs",
     "settle",
 ]
+
+
+LaunchSettings = Mapping[str, object]
+"""Values of keys of `engine.launch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +60,8 @@ class Place:
     """The dtype of the trainer's model."""
     has_servers: bool = False
     """True if servers started here run on the trainer's GPU."""
-    has_one_server: bool = False
-    """True if the only server runs on the trainer's GPU alone."""
+    has_all_servers: bool = False
+    """True if that GPU is the only one that servers run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class BridgePlan:
     is_full: bool
     """True if all weights are trained."""
     is_merged: bool
-    """True if adapters are merged into the weights of the server, which then serves none."""
+    """True if adapters are merged into the weights of servers, which then serve none."""
     why_apart: str
     """Why trainer and servers cannot share one copy of the weights; empty: servers decide."""
 
@@ -117,7 +122,7 @@ def settle(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
         kept_start = next((start for start in starts if start.is_dir()), config.init_from)
         config = config.model_copy(update={"init_from": kept_start})
     is_open = config.staleness is None and config.atropos is None
-    if is_open and _find_place(config.engine).has_one_server:
+    if is_open and _find_place(config.engine).has_all_servers:
         config = config.model_copy(update={"staleness": 1})
     return config
 
@@ -149,7 +154,7 @@ def read_setup(config: GrpoConfig) -> GrpoSetup:
     place, bridge = _find_place(config.engine), None
     if config.engine.type == "fleet":
         layers = config.lora.targets if init is None else init.factors
-        is_beside = place.has_one_server
+        is_beside = place.has_all_servers
         bridge = plan_bridge(config, folder=folder.path, layers=layers, is_beside=is_beside)
     return GrpoSetup(
         engine=config.engine, bridge=bridge, place=place, folder=folder, template=template,
@@ -164,8 +169,8 @@ def _find_place(engine: AnyEngineConfig) -> Place:
     launch = launch_of(engine)
     if launch is None or device == "cpu" or launch.is_on_cpu or launch.spare_gpus:
         return Place(device=device, dtype=dtype)
-    has_one = num_replicas(launch) == gpus_each(launch) == 1
-    return Place(device=device, dtype=dtype, has_servers=True, has_one_server=has_one)
+    has_all = num_replicas(launch) == launch.per_gpu and gpus_each(launch) == 1
+    return Place(device=device, dtype=dtype, has_servers=True, has_all_servers=has_all)
 
 
 def _require_start(folder: Path) -> Path:
@@ -206,7 +211,7 @@ def plan_bridge(
     is_beside: bool = False,
 ) -> BridgePlan:
     """Decide what is known about the bridge before servers start. `folder` is the model's, `layers`
-    are the adapted layers. `is_beside` means that the only server runs on the trainer's GPU."""
+    are the adapted layers. `is_beside` means that all servers run on the trainer's GPU."""
     engine = config.engine
     assert engine.type == "fleet", "only servers have a bridge"
     is_full = config.full is not None

@@ -147,12 +147,16 @@ class SharedBase:
                 self.served = {name: view(memory, entry) for name, entry in entries}
             else:
                 self.served = open_tensors(manifest)
+        self.copies: tuple[SharedBase, ...] = ()
+        """Memory of the other servers on the same GPU: each has its own weights."""
         self.views: Mapping[str, torch.Tensor] = {}
         """Result of the last `find`."""
 
     def find(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, "torch.Tensor"]:
         """Return views of the weights by their names in the model's folder."""
         self.views = alias_weights(self.served, self._packed, shapes)
+        for copy in self.copies:
+            copy.find(shapes)
         return self.views
 
     def sums(self) -> dict[str, int]:
@@ -165,20 +169,22 @@ class SharedBase:
         return totals
 
 
-async def share_base(fleet: Fleet) -> SharedBase:
-    """Have all servers compute with one memory, and map it here; FleetError says why not."""
+async def share_base(fleet: Fleet, *, may_copy: bool = False) -> SharedBase:
+    """Have all servers compute with one memory, and map it here; FleetError says why not. Servers
+    on a GPU have their own: with `may_copy`, those of the others are mapped as `copies`."""
     first, *others = fleet.pool.replicas
     await first.client.post("/resume", b"")  # A killed trainer may have paused it.
     shared = SharedBase(await _share(first, source=""))
-    if shared.file is None and others:
+    if shared.file is None and others and not may_copy:
         raise FleetError(
             f"alias is for one server on a GPU, and the fleet has {len(others) + 1}, each with its "
             "own memory: write bridge: copy, or launch.replicas: 1."
         )
     for replica in others:
-        assert shared.file is not None
         await replica.client.post("/resume", b"")
-        await _share(replica, source=shared.file.path)
+        manifest = await _share(replica, source=shared.file.path if shared.file else "")
+        if shared.file is None:
+            shared.copies = (*shared.copies, SharedBase(manifest))
     return shared
 
 
@@ -279,8 +285,8 @@ if TYPE_CHECKING:
 #     bridge = MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=read)
 #     ref = await bridge.publish(adapter)         # the base model is W + scale * B A from here on
 #
-# The server has one policy and no others, so no kernels for several adapters are needed. Sums are
-# made in float32 and rounded once to the server's type: the server differs from base and adapter
+# The servers have one policy and no others, so no kernels for several adapters are needed. Sums are
+# made in float32 and rounded once to the servers' type: a server differs from base and adapter
 # computed apart by the rounding of its weights.
 
 
@@ -299,16 +305,18 @@ class MergeBridge:
         shared: SharedBase,
         *,
         base: Linears,
-        served: Linears,
         canary: Canary,
         logprobs: Expected,
     ) -> None:
-        """`base` is a copy of the weights without an adapter, `served` the servers' memory."""
+        """`base` is a copy of the weights without an adapter, `shared` the servers' memory."""
         self._base = base
-        self._served = served
+        self._served = [
+            {layer: memory.views[f"{layer}.weight"] for layer in base}
+            for memory in (shared, *shared.copies)
+        ]
         self._logprobs = logprobs
         self._adapter: Adapter | None = None
-        self._changed = frozenset(served)
+        self._changed = frozenset(base)
         """Layers that may differ from the base model; at first all, as an earlier run may have."""
         self._alias = AliasBridge(fleet, shared, canary=canary, logprobs=self._expected)
 
@@ -328,12 +336,13 @@ class MergeBridge:
         import torch
 
         with torch.no_grad():
-            for layer in self._changed - factors.keys():
-                self._served[layer].copy_(self._base[layer])
-            for layer, lora in factors.items():
-                base = self._base[layer]
-                a, b = (factor.to(base.device, torch.float32) for factor in (lora.a, lora.b))
-                self._served[layer].copy_(torch.addmm(base.float(), b, a, alpha=lora.scale))
-            if any(served.is_cuda for served in self._served.values()):
+            for layer in self._changed | factors.keys():
+                merged = base = self._base[layer]
+                if lora := factors.get(layer):
+                    a, b = (factor.to(base.device, torch.float32) for factor in (lora.a, lora.b))
+                    merged = torch.addmm(base.float(), b, a, alpha=lora.scale)
+                for served in self._served:
+                    served[layer].copy_(merged)
+            if any(weight.is_cuda for weight in self._base.values()):
                 torch.cuda.synchronize()
         self._changed = frozenset(factors)

@@ -31,7 +31,7 @@ __all__ = [
     "visible_gpus",
 ]
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM can be started with; other ranks are rounded up."""
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization in the supported versions."""
@@ -42,6 +42,7 @@ LIVE_WEIGHTS_CLASS = f"{PLUGIN_MODULE}.live_weights.WorkerExtension"
 WHOLE_GRAPHS_CLASS = f"{PLUGIN_MODULE}.whole_graphs.WorkerExtension"
 ROUTE_CLASS = f"{PLUGIN_MODULE}.token_route.TokenRoute"
 SCHEDULER_CLASS = f"{PLUGIN_MODULE}.whole_answers.WholeAnswers"
+WORKER_CLASS = f"{PLUGIN_MODULE}.shared_gpu.Worker"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
 """Only the full command line can start several API processes behind one port."""
@@ -85,6 +86,10 @@ class LaunchConfig(Config):
     """Python interpreter that has vLLM; Rookery need not be installed there."""
     replicas: int | None = Field(default=None, ge=1)
     """Number of servers; by default as many as the GPUs allow, one on the CPU."""
+    servers_per_gpu: int | None = Field(default=None, ge=1)
+    """Servers on each GPU, which share its memory. A small model is answered faster by two, because
+    vLLM's Python then limits a server. null: 1, or 2 if a training starts them for a small model.
+    """
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where servers compute; `auto` takes GPUs if there are any."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -106,7 +111,7 @@ class LaunchConfig(Config):
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed per step; by default vLLM's choice."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory that a server takes. By default 0.9; beside a trainer on the same
+    """Share of a GPU's memory that its servers take. By default 0.9; beside a trainer on the same
     GPU, what the trainer leaves."""
     cpu_cache_gib: int = Field(default=4, ge=1)
     """Size of the key-value cache of a server on the CPU, in GiB."""
@@ -194,6 +199,11 @@ class LaunchConfig(Config):
         for name in self.env.keys() & _CLOSED_ENV.keys():
             raise ValueError(f"env holds {name}, and may not: {_CLOSED_ENV[name]}.")
         return self
+
+    @property
+    def per_gpu(self) -> int:
+        """Servers on each GPU."""
+        return self.servers_per_gpu or 1
 
     @property
     def is_private(self) -> bool:
@@ -347,7 +357,9 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-cpu-loras"] = config.max_cpu_loras
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
-        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization or GPU_SHARE
+        share = config.gpu_memory_utilization or GPU_SHARE
+        flags["--gpu-memory-utilization"] = share / config.per_gpu
+        flags["--worker-cls"] = WORKER_CLASS if config.per_gpu > 1 else None
     if config.compilation:
         flags["--compilation-config"] = json.dumps(config.compilation)
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
@@ -410,7 +422,7 @@ def num_replicas(config: LaunchConfig) -> int:
         return config.replicas
     if config.is_on_cpu:
         return 1
-    return max(1, len(_own_gpus(config)) // gpus_each(config))
+    return max(1, len(_own_gpus(config)) // gpus_each(config)) * config.per_gpu
 
 
 def _own_gpus(config: LaunchConfig) -> tuple[str, ...]:
@@ -446,7 +458,8 @@ def _closed_flag(word: str) -> str:
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
     size = gpus_each(config)
-    gpus = _own_gpus(config)[index * size : (index + 1) * size]
+    first = index // config.per_gpu * size
+    gpus = _own_gpus(config)[first : first + size]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
