@@ -186,6 +186,11 @@ class LaunchConfig(Config):
             )
         if self.placement == "ray" and self.replicas is None:
             raise ValueError("placement: ray needs replicas, the number of servers to place.")
+        if self.placement == "ray" and self.per_gpu > 1:
+            raise ValueError(
+                f"servers_per_gpu is {self.per_gpu} and placement is ray, which gives each server "
+                "GPUs of its own: leave servers_per_gpu out."
+            )
         if self.dtype == "float32" and self.max_loras and not self.is_on_cpu:
             raise ValueError(
                 f"dtype is float32 and max_loras is {self.max_loras}; on a GPU vLLM computes "
