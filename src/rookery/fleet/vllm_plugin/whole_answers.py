@@ -106,8 +106,9 @@ class HeldAnswers:
 
 def _has_more(output: Any) -> bool:
     """True if it carries data for each token that is not joined here."""
-    names = ("routed_experts", "new_sampling_mask")
-    return any(getattr(output, name, None) is not None for name in names)
+    if getattr(output, "routed_experts", None) is not None:
+        return True
+    return getattr(output, "new_sampling_mask", None) is not None
 
 
 class _Drawn:
@@ -131,11 +132,14 @@ def _join(earlier: list[Any], last: Any) -> None:
         tokens, logprobs, ranks = zip(*(one[:3] for one in drawn), strict=True)
         # A step has as many columns as its most demanding request: keep those that all steps have.
         width = min(part.shape[1] for part in tokens)
-        tables = [np.concatenate([part[:, :width] for part in all]) for all in (tokens, logprobs)]
+        tables = [
+            np.concatenate([part if part.shape[1] == width else part[:, :width] for part in all])
+            for all in (tokens, logprobs)
+        ]
         last.new_logprobs = type(drawn[0])(*tables, np.concatenate(ranks))
     if events := [event for output in outputs for event in output.events or ()]:
         last.events = events
     # Data of the prompt comes with the first token.
     for field in ("prefill_stats", "new_prompt_logprobs_tensors"):
-        values = [getattr(output, field) for output in outputs]
+        values = (getattr(output, field) for output in outputs)
         setattr(last, field, next((value for value in values if value is not None), None))
