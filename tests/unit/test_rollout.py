@@ -22,7 +22,7 @@ from rookery.errors import (
 )
 from rookery.ports import Sampler
 from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator, mean_by_source
-from rookery.runs import Run
+from rookery.runs import Event, NewEvent, Run
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig
 from rookery.tasks.taskset import Taskset
@@ -521,6 +521,29 @@ async def test_an_answer_that_was_not_stored_is_not_known(template: Template, ru
     with pytest.raises(RunError):
         await evaluator(FakeSampler(), template, taskset, log=log).rollout([BASE], taskset.tasks)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_blocks_wait_for_the_disk_together(
+    template: Template, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wait after another would take longer than a GPU takes for the answers."""
+    taskset, together, num_waiting = written(2), asyncio.Event(), 0
+    append_many = run.append_many
+
+    async def append_with_others(news: Sequence[NewEvent]) -> list[Event]:
+        nonlocal num_waiting
+        num_waiting += 1
+        if num_waiting == 3:
+            together.set()
+        async with asyncio.timeout(10):
+            await together.wait()
+        return await append_many(news)
+
+    monkeypatch.setattr(run, "append_many", append_with_others)
+    judged = evaluator(FakeSampler(), template, taskset, log=RolloutLog(run))
+    models = [replace(POET, version=str(i)) for i in range(3)]
+    await asyncio.gather(*(judged.rollout([model], taskset.tasks) for model in models))
+    assert num_waiting == 3 and run.counts()["rollout"] == 6
 
 
 async def test_models_and_tasks_given_twice_are_asked_once(template: Template, run: Run) -> None:

@@ -35,7 +35,7 @@ from rookery.errors import (
 )
 from rookery.ports import Engine, Sampler
 from rookery.rollout import RolloutLog
-from rookery.runtime.concurrency import run_in_thread, task_group, together
+from rookery.runtime.concurrency import task_group, together
 from rookery.seeding import stream_seed
 from rookery.tasks.python_function import (
     LARGEST,
@@ -368,13 +368,13 @@ class GameEvaluator:
         params = self._params[task.source]
         key = self._key(model, task, index)
         async with self._places:
-            known = await asyncio.to_thread(self._log.find, key, task, model)
-            if known is not None:
-                return known
+            known = await asyncio.to_thread(self._log.find, {key: (model, task)})
+            if known:
+                return known[key]
             seed = stream_seed(params.seed, "game", task.id, index)
             rollout = await self._game.play(task, model, draw=self._reply, params=params, seed=seed)
             num_tokens = len(rollout.completion.tokens) if rollout.completion is not None else 0
-            await run_in_thread(self._log.add, [(key, model, rollout, num_tokens)])
+            await self._log.add([(key, model, rollout, num_tokens)])
             return rollout
 
     def _key(self, model: ModelRef, task: Task, index: int) -> str:

@@ -116,6 +116,8 @@ class Fleet:
         )
         self.staging = staging
         self._exclusion = CallExclusion()
+        self._num_sequences = 0
+        """Sequences of all batches, waiting or in flight."""
         self._population: tuple[StepPopulation, StepPopulation] | None = None
         """Population of the last member, and the same with the servers' layer names."""
         folder = Path(self.capabilities.root)
@@ -305,10 +307,16 @@ class Fleet:
                 num_servers=len(self.pool.replicas),
                 num_affinities=self.pool.router.num_affinities,
                 max_sequences=self.config.batch,
+                num_others=self._num_sequences,
             )
             batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
-            async with self._served.using(uses, retire=self._retire):
-                answers = await self.pool.submit([batch.call for batch in batches])
+            num_sequences = sum(entry.fields.n for entry in entries)
+            self._num_sequences += num_sequences
+            try:
+                async with self._served.using(uses, retire=self._retire):
+                    answers = await self.pool.submit([batch.call for batch in batches])
+            finally:
+                self._num_sequences -= num_sequences
         choices_by_entry: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
             for position, entry_choices in zip(batch.positions, choices, strict=True):

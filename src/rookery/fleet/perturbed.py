@@ -109,18 +109,17 @@ def moved(
     import torch
 
     noise = _noise(factors, rank=rank)
-    totals = [
-        [f.detach().to(device, torch.float32, copy=True) for f in (lora.a, lora.b)]
-        for lora in factors.values()
-    ]
+    before = [factor for lora in factors.values() for factor in (lora.a, lora.b)]
+    flat = [factor.detach().to(device, torch.float32).reshape(-1) for factor in before]
+    total = torch.cat(flat)
     used = [(seed, amount) for seed, amount in zip(seeds, amounts, strict=True) if amount]
     for _, drawn, weights in draws(noise, [s for s, _ in used], [a for _, a in used], device):
-        for total, sums in zip(totals, noise.sums(drawn, weights), strict=True):
-            for accumulated, summed in zip(total, sums, strict=True):
-                accumulated.add_(summed)
+        total.add_(noise.summed(drawn, weights))
+    parts = torch.split(total.cpu(), [factor.numel() for factor in before])
+    after = iter([part.view_as(factor) for part, factor in zip(parts, before, strict=True)])
     return {
-        layer: LoraFactors(a=a.cpu(), b=b.cpu(), scale=lora.scale)
-        for (layer, lora), (a, b) in zip(factors.items(), totals, strict=True)
+        layer: LoraFactors(a=next(after), b=next(after), scale=lora.scale)
+        for layer, lora in factors.items()
     }
 
 

@@ -26,7 +26,7 @@ import contextlib
 import ctypes
 import json
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -202,6 +202,8 @@ class Staging:
         self._cuda_buffers: dict[Path, CudaBuffer] = {}
         self._members: dict[ModelRef, tuple[Path, str]] = {}
         """Folder of a member's centre, and the text sent to servers instead of a path."""
+        self._num_members: Counter[Path] = Counter()
+        """Members by folder; a folder with none is not there."""
         self._centres = threading.Lock()
         """One lock for all folders: a waiter on a folder's own lock would outlast its removal."""
         self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -240,19 +242,26 @@ class Staging:
         written for the first member and removed with the last."""
         member = adapter.factors
         assert isinstance(member, PerturbedFactors)
-        centre = member.population.centre
-        named = ModelRef(name=centre.name, version=member.population.version)
-        folder = self.root / f"{self.wire_name(named)}.centre"
+        folder = self._centre_folder(member.population)
         with self._centres, boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
-            if not folder.is_dir():
+            if folder not in self._num_members:
                 self._require_open()
                 temporary = Path(tempfile.mkdtemp(dir=self.root))
                 _write_centre(temporary, member.population)
                 temporary.chmod(0o755)
                 temporary.rename(folder)
             recipe = {"centre": str(folder), "seed": member.seed, "amount": member.amount}
+            self._num_members[folder] += ref not in self._members
             self._members[ref] = folder, json.dumps(recipe)
         return self._members[ref][1]
+
+    def has_centre(self, member: PerturbedFactors) -> bool:
+        """True if `member_text` has nothing to write."""
+        return self._centre_folder(member.population) in self._num_members
+
+    def _centre_folder(self, population: StepPopulation) -> Path:
+        named = ModelRef(name=population.centre.name, version=population.version)
+        return self.root / f"{self.wire_name(named)}.centre"
 
     def buffer_path(self, ref: ModelRef, *, dtype: str) -> Path:
         return self.root / f"{self.wire_name(ref)}.{dtype}.buffer"
@@ -284,7 +293,9 @@ class Staging:
     def _remove_member(self, ref: ModelRef) -> None:
         with self._centres:
             folder, _ = self._members.pop(ref)
-            if all(other != folder for other, _ in self._members.values()):
+            self._num_members[folder] -= 1
+            if not self._num_members[folder]:
+                del self._num_members[folder]
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

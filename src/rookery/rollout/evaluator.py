@@ -18,7 +18,6 @@ failed ones included, are not drawn again.
 
 import asyncio
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetEr
 from rookery.ports import Sampler
 from rookery.rollout.asking import Answer, Asking
 from rookery.runs import FORMER, Event, NewEvent, Run
-from rookery.runtime.concurrency import AskOnce, run_in_thread, together
+from rookery.runtime.concurrency import AskOnce, together
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import (
@@ -46,8 +45,8 @@ __all__ = ["BlockProgress", "RolloutLog", "TasksetEvaluator", "mean_by_source", 
 # The rollouts of a run: nothing is asked twice, and a failed answer stays failed.
 #
 # log = RolloutLog(run)                    # reads the run's events
-# rollout = log.find(key, task, model)     # None if not asked yet
-# log.add(rollouts)                        # in a thread; durable before it returns
+# log.find({key: (model, task)})           # {key: rollout}; {} if not asked yet
+# await log.add(rollouts)                  # durable before it returns
 
 
 ROLLOUT = "rollout"
@@ -81,7 +80,6 @@ class RolloutLog:
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
-        self._adding = threading.Lock()
         self._memory: dict[str, Mapping[str, Any]] = {}
         """The rollouts, if there is no run."""
         self.has_answers = run is not None and run.last(f"{FORMER}{ROLLOUT}") is not None
@@ -90,60 +88,64 @@ class RolloutLog:
     def __len__(self) -> int:
         return len(self._memory) if self._run is None else self._run.counts().get(ROLLOUT, 0)
 
-    def find(self, key: str, task: Task, model: ModelRef) -> Rollout | None:
-        payload = self._payload(key)
-        if payload is None:
-            return None
-        completion = payload["completion"]
-        return Rollout(
-            task=task,
-            completion=None if completion is None else _read_completion(completion, model),
-            reward=payload["reward"],
-            error=payload["error"],
-            metrics=payload.get("metrics", {}),
-        )
+    def find(self, asked: "Mapping[str, Pair]") -> dict[str, Rollout]:
+        """Return the known rollouts of these keys."""
+        return {
+            key: Rollout(
+                task=asked[key][1],
+                completion=_read_completion(payload["completion"], asked[key][0]),
+                reward=payload["reward"],
+                error=payload["error"],
+                metrics=payload.get("metrics", {}),
+            )
+            for key, payload in self._payloads(ROLLOUT, list(asked)).items()
+        }
 
-    def find_answer(self, key: str, model: ModelRef) -> tuple[Completion, float | None] | None:
-        """Return answer and certainty of a rollout that was set aside."""
-        event = None if self._run is None else self._run.get(f"{FORMER}{ROLLOUT}", _answer_key(key))
-        if event is None or event.payload["completion"] is None:
-            return None
-        certainty = event.payload.get("metrics", {}).get("certainty")
-        return _read_completion(event.payload["completion"], model), certainty
+    def find_answers(self, asked: "Mapping[str, Pair]") -> dict[str, Answer]:
+        """Return the answers of rollouts that were set aside."""
+        former = {key: _answer_key(key) for key in asked}
+        payloads = self._payloads(f"{FORMER}{ROLLOUT}", list(former.values()))
+        found: dict[str, Answer] = {}
+        for key, (model, _) in asked.items():
+            payload = payloads.get(former[key], {})
+            completion = _read_completion(payload.get("completion"), model)
+            if completion is not None:
+                found[key] = Answer(completion, payload.get("metrics", {}).get("certainty"))
+        return found
 
-    def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
+    async def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
         """Store a block of rollouts, all or none, so that a resumed run decides by the same
-        answers.
+        answers. Returns once they are on disk; blocks added together share one wait for it.
 
-        Blocks until the data are on disk: call it in a thread; threads may overlap. The first of
-        two answers to one question is kept.
+        The first of two answers to one question is kept.
         """
-        with self._adding:
-            news = {
-                key: {
-                    "model": model.served_name,
-                    "task": rollout.task.id,
-                    "reward": rollout.reward,
-                    "error": rollout.error,
-                    "completion": _write_completion(rollout.completion),
-                    **({"metrics": dict(rollout.metrics)} if rollout.metrics else {}),
-                    "num_tokens": num_tokens,
-                }
-                for key, model, rollout, num_tokens in rollouts
-                if self._payload(key) is None
+        news = {
+            key: {
+                "model": model.served_name,
+                "task": rollout.task.id,
+                "reward": rollout.reward,
+                "error": rollout.error,
+                "completion": _write_completion(rollout.completion),
+                **({"metrics": dict(rollout.metrics)} if rollout.metrics else {}),
+                "num_tokens": num_tokens,
             }
-            if self._run is None:
-                self._memory |= news
-            elif news:
-                self._run.append_many_blocking(
-                    [NewEvent(kind=ROLLOUT, payload=new, key=key) for key, new in news.items()]
-                )
-
-    def _payload(self, key: str) -> Mapping[str, Any] | None:
+            for key, model, rollout, num_tokens in rollouts
+        }
         if self._run is None:
-            return self._memory.get(key)
-        event = self._run.get(ROLLOUT, key)
-        return None if event is None else event.payload
+            for key, new in news.items():
+                self._memory.setdefault(key, new)
+        else:
+            await self._run.append_many(
+                [
+                    NewEvent(kind=ROLLOUT, payload=new, key=key, first_wins=True)
+                    for key, new in news.items()
+                ]
+            )
+
+    def _payloads(self, kind: str, keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+        if self._run is None:
+            return {key: self._memory[key] for key in keys if key in self._memory}
+        return {key: event.payload for key, event in self._run.find(kind, keys).items()}
 
 
 def _write_completion(completion: Completion | None) -> dict[str, object] | None:
@@ -151,17 +153,19 @@ def _write_completion(completion: Completion | None) -> dict[str, object] | None
         return None
     return {
         "text": completion.text,
-        "tokens": list(completion.tokens),
-        "logprobs": list(completion.logprobs),
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
         "finish_reason": completion.finish_reason,
     }
 
 
-def _read_completion(payload: Mapping[str, object], model: ModelRef) -> Completion:
+def _read_completion(payload: Mapping[str, Any] | None, model: ModelRef) -> Completion | None:
+    if payload is None:
+        return None
     return Completion(
         model=model,
-        tokens=tuple(payload["tokens"]),  # type: ignore[arg-type]
-        logprobs=tuple(payload["logprobs"]),  # type: ignore[arg-type]
+        tokens=tuple(payload["tokens"]),
+        logprobs=tuple(payload["logprobs"]),
         text=str(payload["text"]),
         finish_reason="stop" if payload["finish_reason"] == "stop" else "length",
     )
@@ -322,8 +326,13 @@ class TasksetEvaluator:
         asked = await self._ask([missing[key] for key in unasked]) if unasked else []
         news |= zip(unasked, asked, strict=True)
         if self._log is not None and news:
-            # In a thread, so that the next block does not wait for the disk.
-            await run_in_thread(self._keep, self._log, questions, news)
+            await self._log.add(
+                [
+                    (f"{key}|{index}", questions[key][0], rollout, self._cost(rollout))
+                    for key, rollouts in news.items()
+                    for index, rollout in enumerate(rollouts)
+                ]
+            )
         self._tell_progress(len(questions), news.values())
         return logged | news
 
@@ -361,42 +370,25 @@ class TasksetEvaluator:
         log = self._log
         if log is None or not log.has_answers:
             return {}
-
-        def find(key: str, _: Task, model: ModelRef) -> Answer | None:
-            answer = log.find_answer(key, model)
-            return None if answer is None else Answer(*answer)
-
-        return await self._find(questions, find)
+        return await self._find(questions, log.find_answers)
 
     async def _find(
         self,
         questions: Mapping[str, Pair],
-        find: Callable[[str, Task, ModelRef], Found | None],
+        find: Callable[[Mapping[str, Pair]], Mapping[str, Found]],
     ) -> dict[str, tuple[Found, ...]]:
         """Find the questions with all answers in the log."""
-
-        def find_each() -> dict[str, tuple[Found, ...]]:
-            complete = {}
-            for key, (model, task) in questions.items():
-                num = self._askings[task.source].num_answers
-                answers = [find(f"{key}|{index}", task, model) for index in range(num)]
-                known = tuple(answer for answer in answers if answer is not None)
-                if len(known) == num:
-                    complete[key] = known
-            return complete
-
-        return await asyncio.to_thread(find_each)  # it reads the disk
-
-    def _keep(
-        self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]
-    ) -> None:
-        log.add(
-            [
-                (f"{key}|{index}", questions[key][0], rollout, self._cost(rollout))
-                for key, rollouts in news.items()
-                for index, rollout in enumerate(rollouts)
-            ]
-        )
+        numbered = {
+            key: [f"{key}|{i}" for i in range(self._askings[task.source].num_answers)]
+            for key, (_, task) in questions.items()
+        }
+        asked = {one: questions[key] for key, ones in numbered.items() for one in ones}
+        found = await asyncio.to_thread(find, asked)  # it reads the disk
+        return {
+            key: tuple(found[one] for one in ones)
+            for key, ones in numbered.items()
+            if all(one in found for one in ones)
+        }
 
     async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
         """Ask all pairs in one call; if it fails, each pair once by itself."""

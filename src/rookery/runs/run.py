@@ -145,6 +145,10 @@ class RunView:
         """Return the event appended under a key."""
         return self._log.get(kind, key)
 
+    def find(self, kind: str, keys: Sequence[str]) -> dict[str, Event]:
+        """Return the events appended under any of these keys, by key."""
+        return self._log.find(kind, keys)
+
     def fields(self, kind: str, names: Sequence[str], *, after: int = 0) -> Iterator[list[Any]]:
         """Yield each event's seq and these payload fields, see `EventView.fields`."""
         return self._log.fields(kind, names, after=after)

@@ -61,6 +61,20 @@ async def test_equal_requests_share_calls_and_different_seeds_do_not() -> None:
         assert sorted(b["seed"] for b in stub.bodies[start:]) == list(range(6))
 
 
+async def test_small_batches_are_cut_only_if_no_others_keep_the_servers_busy() -> None:
+    stub = Stub(latency_s=0.02)
+    async with pool(stub) as fleet:
+        small = [SampleRequest(model=fleet.base, prompt=(1, i), params=GREEDY) for i in range(8)]
+        for _ in range(2):  # and again after others
+            start = len(stub.bodies)
+            await fleet.sample(small)
+            assert [len(b["prompt"]) for b in stub.bodies[start:]] == [2] * 4
+            start = len(stub.bodies)
+            await asyncio.gather(*(fleet.sample(small) for _ in range(16)))
+            sizes = [len(b["prompt"]) for b in stub.bodies[start:]]
+            assert sizes == [2] * 4 + [4] * 2 + [6, 2] + [8] * 13
+
+
 async def test_32_adapters_on_8_slots_load_once_each_and_none_starves(model: str) -> None:
     stub = Stub(root=model, max_loras=8, latency_s=0.01, capacity=16, load_s=0.01)
     async with pool(stub, batch=1) as fleet:

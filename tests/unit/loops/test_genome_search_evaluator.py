@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rookery.errors import EngineDownError, FleetError
+from rookery.errors import EngineDownError, EngineError, FleetError
 from rookery.loops.genome import search_evaluator
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import CandidateLoader, SearchEvaluator
@@ -181,6 +181,39 @@ async def test_an_adapter_that_cannot_be_unloaded_does_not_end_the_run(run: Run)
         arrived = [await arrivals[name] for name in NAMES]
     assert [ref.name for ref in arrived if isinstance(ref, ModelRef)] == list(NAMES)
     assert not adapters.loaded
+
+
+async def test_members_are_asked_while_others_are_prepared_and_read_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of the run waits for its writer: no server is asked meanwhile."""
+    adapters, num_loaded = FakeAdapters(), []
+    search = open_search(
+        Asked(on_ask=lambda _: num_loaded.append(adapters.num_loads)),
+        run,
+        adapters=adapters,
+        is_remote=True,
+    )
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the run is read")
+
+    monkeypatch.setattr(run, "get", refuse)
+    members = [replace(make("first"), name=f"m{i}") for i in range(100)]
+    measured = await search.measure_members(members, [task.id for task in TASKS])
+    assert list(measured) == [member.name for member in members]
+    assert num_loaded[0] < 20 and num_loaded[-1] == 100 and not adapters.loaded
+
+
+async def test_a_member_that_could_not_be_loaded_is_not_tried_again(run: Run) -> None:
+    class Full(FakeAdapters):
+        async def load(self, adapter: Adapter) -> ModelRef:
+            raise EngineError("No place is left.")
+
+    for adapters in (Full(), FakeAdapters()):
+        search = open_search(Asked(), run, adapters=adapters, is_remote=True)
+        measured = await search.measure_members([make("first")], [TASKS[0].id])
+        assert measured["first"].error == "No place is left." and not adapters.num_loads
 
 
 async def test_a_remote_engine_answers_while_candidates_are_made(run: Run) -> None:

@@ -115,6 +115,15 @@ def test_bad_kinds_are_refused(log: EventLog, kind: str) -> None:
         log.append(kind, {})
 
 
+def test_many_keys_are_found_together(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "FIELD_ROWS", 2)
+    keys = ["a", "ü\n\x00", '"', "d", ""]
+    log.append_many([NewEvent(kind="label", key=key, payload={"key": key}) for key in keys])
+    found = log.find("label", [*keys, "missing"])
+    assert {key: event.payload["key"] for key, event in found.items()} == {k: k for k in keys[:4]}
+    assert not log.find("other", keys) and not log.find("label", [])
+
+
 def test_bad_keys_are_refused(log: EventLog) -> None:
     with pytest.raises(RunError, match="UTF-8"):
         log.append("label", {}, key="\ud800")

@@ -232,10 +232,13 @@ class Spread:
     """Affinities used recently, by this batch or others."""
     max_sequences: int
     """Limit per call."""
+    num_others: int = 0
+    """Sequences of other batches, waiting or in flight: they keep servers busy too."""
 
     def share(self, total: int) -> int:
-        """Return the sequences per call for a batch of `total`: `SHARES` calls per server."""
-        return self._cut(total, SHARES * max(self.num_servers, 1))
+        """Return the sequences per call for a batch of `total`: with the other batches, `SHARES`
+        calls per server."""
+        return self._cut(total + self.num_others, SHARES * max(self.num_servers, 1))
 
     def affine_share(self, total: int) -> int:
         """Return the sequences per call for `total` sequences of one affinity. If there are at

@@ -494,6 +494,8 @@ class Replica:
         """Write an adapter for the worker extension; return the text the server is given."""
         dtype = self.capabilities.lora_dtype or "float32"
         if isinstance(adapter.factors, PerturbedFactors):
+            if self.staging.has_centre(adapter.factors):  # a thread would wait for busy ones
+                return self.staging.member_text(ref, adapter)
             return await asyncio.to_thread(self.staging.member_text, ref, adapter)
         if self.staging.is_in_place(adapter):
             # A few GPU kernels: faster than handing the work to a thread.

@@ -114,15 +114,18 @@ class LayerNoise:
         for part_a, part_b, (_, rank, num_in, num_out) in self._parts(drawn):
             yield self._factor(part_a, rank, num_in), self._factor(part_b, num_out, rank)
 
-    def sums(
-        self, drawn: torch.Tensor, amounts: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the same, summed over the lines with these amounts."""
+    def summed(self, drawn: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
+        """Return their sum with these amounts as one line: A and B of each layer, one after the
+        other."""
+        import torch
+
+        if self.is_one_each:
+            return amounts @ drawn
+        pieces = []
         for part_a, part_b, (_, rank, num_in, num_out) in self._parts(drawn):
-            yield (
-                self._sum(part_a, amounts, rank, num_in),
-                self._sum(part_b, amounts, num_out, rank),
-            )
+            pieces.append(self._sum(part_a, amounts, rank, num_in).flatten())
+            pieces.append(self._sum(part_b, amounts, num_out, rank).flatten())
+        return torch.cat(pieces)
 
     def _size(self, rows: int, columns: int) -> int:
         if self._is_full(rows, columns):

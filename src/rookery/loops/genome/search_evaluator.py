@@ -107,27 +107,34 @@ class CandidateLoader:
         self._adapters = adapters
         self._run = run
         self._making = asyncio.Lock()  # one at a time, as making takes every core
+        self._failures = {
+            event.key: LoadFailure(event.payload["error"], event.payload["version"])
+            for event in run.events("failure")
+        }
 
     @asynccontextmanager
     async def load(
-        self, makers: Mapping[str, Callable[[], Adapter]], *, phase: str
+        self, makers: Mapping[str, Adapter | Callable[[], Adapter]], *, phase: str
     ) -> AsyncIterator[Arrivals]:
-        """Make and load the candidates in order, while the block runs.
+        """Make and load the candidates in order, while the block runs. An adapter instead of a
+        function is a member of a population, and no candidate.
 
         `phase` (search, select, report) separates a candidate's failures at different times.
         """
 
-        async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
+        async def bring(name: str, make: Adapter | Callable[[], Adapter]) -> ModelRef | LoadFailure:
             key = f"{phase}/{name}"
-            known = self._run.get("failure", key)
-            if known is not None:
-                return LoadFailure(known.payload["error"], known.payload["version"])
+            if key in self._failures:
+                return self._failures[key]
             version = None
             try:
-                async with self._making:
-                    adapter = await asyncio.to_thread(_make, name, make)
+                if isinstance(make, Adapter):
+                    adapter = make
+                else:
+                    async with self._making:
+                        adapter = await asyncio.to_thread(_make, name, make)
                 version = adapter.version
-                if phase == "search":  # before it gets any request
+                if phase == "search" and adapter is not make:  # before it gets any request
                     check_repeated(self._run, "candidate", name, {"version": version})
                 return await self._adapters.load(adapter)
             except (EngineDownError, FleetDownError):
@@ -136,6 +143,7 @@ class CandidateLoader:
                 failure = LoadFailure(str(error), version)
                 payload = {"candidate": name, **asdict(failure)}
                 await self._run.append("failure", payload, key=key)
+                self._failures[key] = failure
                 return failure
 
         arrivals = {name: asyncio.create_task(bring(name, make)) for name, make in makers.items()}
@@ -306,20 +314,24 @@ class SearchEvaluator:
             )
 
     async def measure_members(
-        self, members: Mapping[str, Callable[[], Adapter]], tasks: Sequence[str]
+        self, members: Sequence[Adapter], tasks: Sequence[str]
     ) -> dict[str, Measured]:
         """Measure population members on the same tasks, without a race. They are not candidates:
         they serve only to compute the next centre."""
-        names = list(members)
+        names = [member.name for member in members]
         size = 1 if self._is_remote else COHORT
         places = asyncio.Semaphore(max(1, MEMBER_ANSWERS // len(tasks)) if self._is_remote else 1)
 
-        async def ask(group: Sequence[str]) -> None:
-            makers = {name: members[name] for name in group}
-            async with places, self._loader.load(makers, phase="search") as arrivals:
-                await self._ask_batch(group, tasks, arrivals)
+        async def ask(group: Sequence[Adapter]) -> None:
+            named = {member.name: member for member in group}
+            async with places, self._loader.load(named, phase="search") as arrivals:
+                await self._ask_batch(list(named), tasks, arrivals)
 
-        await together(ask(names[i : i + size]) for i in range(0, len(names), size))
+        async with task_group() as group:
+            for first in range(0, len(members), size):
+                group.create_task(ask(members[first : first + size]))
+                # Others go on: the first are asked before all are prepared.
+                await asyncio.sleep(0)
         self.num_members += len(names)
         self.num_member_answers += len(names) * len(tasks)
         measured = {name: self._conclude_member(name) for name in names}
