@@ -1,12 +1,14 @@
 """Answers of the token route wait in vLLM's scheduler until they are whole; all others do not."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import zmq
 
-from rookery.fleet.vllm_plugin.whole_answers import WHOLE, HeldAnswers
+from rookery.fleet.vllm_plugin.whole_answers import WHOLE, HeldAnswers, send_copies
 
 
 class Lists(NamedTuple):
@@ -154,3 +156,21 @@ def test_what_is_not_joined_is_not_held(answers: HeldAnswers) -> None:
     assert more.new_token_ids[-1] == 2 and len(more.new_logprobs.logprobs) == 2
     [last] = answers.ready([output(name, 3, reason="stop")])
     assert last.new_token_ids == [3] and len(last.new_logprobs.logprobs) == 1
+
+
+def test_a_message_is_not_overwritten_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's output thread: one buffer, used again when the tracker of the last part is done."""
+    monkeypatch.setattr(zmq, "COPY_THRESHOLD", zmq.COPY_THRESHOLD)
+    send_copies()
+    place, numbers, buffer = f"ipc://{tmp_path}/outputs", range(40), bytearray()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as out, context.socket(zmq.PULL) as end:
+        out.bind(place)
+        end.connect(place)
+        for number in numbers:
+            buffer[:] = bytes([number]) * 10**6
+            tracker = out.send_multipart([buffer, b"a small array"], copy=False, track=True)
+            assert tracker is not None and tracker.done
+        received = [end.recv_multipart()[0] for _ in numbers]
+    assert received == [bytes([number]) * 10**6 for number in numbers]

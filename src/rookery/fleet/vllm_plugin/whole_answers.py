@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["WHOLE", "WholeAnswers"]
+__all__ = ["WHOLE", "WholeAnswers", "send_copies"]
 
 WHOLE = "rookery-whole-"
 """Part of the id of requests whose answer is read at its end; vLLM writes more around it."""
@@ -28,6 +28,7 @@ class WholeAnswers:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.engine import EngineCoreOutputs
 
+        send_copies()
         stock = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
         kind = type("WholeAnswers", (_Holding, stock), {})
         scheduler = kind(vllm_config=vllm_config, **parts)
@@ -35,6 +36,15 @@ class WholeAnswers:
             has_versions="weight_version" in EngineCoreOutputs.__struct_fields__
         )
         return scheduler
+
+
+def send_copies() -> None:
+    """Make the sockets that this process opens from now on copy what they send. vLLM writes the
+    next message over the last one when zmq is done with its last part, and zmq sends parts of 64 kB
+    and more from where they are: whole answers would be overwritten while they are sent."""
+    import zmq
+
+    zmq.COPY_THRESHOLD = 2**31 - 1
 
 
 class _Holding:
