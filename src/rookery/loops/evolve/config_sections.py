@@ -244,6 +244,9 @@ class TuneConfig(Config):
     """Evaluations per new best program."""
     seconds: float = Field(default=0.0, ge=0)
     """Keep tuning for at least this many seconds: for programs that are scored fast."""
+    children: int = Field(default=0, ge=0)
+    """Evaluations to tune every other program before it counts: for programs that are scored fast.
+    A new idea with bad numbers then has a chance."""
 
 
 class LearnConfig(Config):

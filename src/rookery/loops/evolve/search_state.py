@@ -370,6 +370,8 @@ class SearchState:
             is_compared = self.rejects_similar and evaluated.embedding
             vector = unpack_vector(evaluated.embedding) if is_compared else None
             repeated = self.novelty.find(code=evaluated.code_hash, embedding=vector)
+            if repeated is None and evaluated.untuned_hash:
+                repeated = self.novelty.find(code=evaluated.untuned_hash)
             problem = self.database.problem_with(evaluated.metrics)
             if repeated is not None:
                 failure = _repetition(repeated)
@@ -451,6 +453,8 @@ class SearchState:
         self.novelty.add(
             record.id, code=evaluated.code_hash, embedding=self._vector(record, evaluated)
         )
+        if evaluated.untuned_hash:
+            self.novelty.add(record.id, code=evaluated.untuned_hash)
         self.ancestors[record.id] = ancestor
         self.stopping = advance(self.stopping, member, config=self.stopping_config)
         if before is None or member.score > before.score:

@@ -127,8 +127,8 @@ async def run_toy(folder: Path, config: EvolveConfig, executor: ToyExecutor) -> 
 
 def check_counted(report: EvolveReport, executor: ToyExecutor) -> None:
     tunings = [num for num in Counter(job.attempt for job in executor.jobs).values() if num > 1]
-    assert tunings and set(tunings) == {40}, "what is asked for, for each new best"
-    assert report.num_tuning_evaluations == sum(tunings)
+    assert tunings and set(tunings) <= {40, 41}, "what is asked for, and the best once more"
+    assert report.num_tuning_evaluations == 40 * len(tunings)
     num_failed = sum(code_fails(job) for job in executor.jobs)
     seconds = 0.5 * (len(executor.jobs) - num_failed)
     assert report.evaluation_seconds == pytest.approx(seconds), "all of them"
