@@ -11,6 +11,7 @@ proposer.py      from a plan to a child: prompt, model, answer; children compare
 prompts.py       the prompt of an iteration: templates, history, artifacts
 prompt_tasks.py  prompts as programs, scored on tasks
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
+restoration.py   names that an answer left out, restored from the parent
 program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, tuning
 tuner.py         a program tuned: its numbers, and those of its tables
 tuning.py        a search for the numbers of a program
