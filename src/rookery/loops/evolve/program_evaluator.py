@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 from rookery.errors import ExecutorError
@@ -186,6 +187,10 @@ SMALL_BYTES = 4096
 """Outcomes up to this size are decoded faster than a thread starts."""
 FAST_S = 0.2
 """Variants share a job if an evaluation takes less. Then a job takes a few seconds at most."""
+FEWEST_TOGETHER = 4
+"""Variants of a shared job, at least: half of its time is then the evaluations."""
+LANE = 2**24
+"""Job numbers between two lanes: more than a run has attempts."""
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
@@ -317,7 +322,8 @@ class ProgramEvaluator:
             return child, 0.0
 
         is_steady = self._config.rookery.mode == "steady"
-        scorer = _VariantScorer(self, lease, limit, shares_jobs=is_steady)
+        lanes = self._config.workers if is_steady else 0
+        scorer = _VariantScorer(self, lease, limit, lanes=lanes)
         await lease.renew()
         first = Variant(program.code, score)
         seed = stream_seed(self._seed, "tune", lease.attempt)
@@ -393,10 +399,14 @@ class ProgramEvaluator:
         return outcomes
 
     async def run(
-        self, code: str, lease: Lease, *, variants: Sequence[str] = ()
+        self, codes: Sequence[str], lease: Lease, *, lane: int = 0
     ) -> EvaluationOutcome | None:
-        """Evaluate a variant, or several in one job. None if it failed; it is not tried again."""
-        outcome = await self._run(code, lease, is_noted=False, most_tries=1, variants=variants)
+        """Evaluate a variant, or several in one job. None if it failed; it is not tried again. Jobs
+        of one attempt run at the same time if their lanes differ."""
+        variants = codes if len(codes) > 1 else ()
+        outcome = await self._run(
+            codes[0], lease, is_noted=False, most_tries=1, variants=variants, lane=lane
+        )
         return None if isinstance(outcome, _Failed) else outcome
 
     async def _run(
@@ -408,6 +418,7 @@ class ProgramEvaluator:
         is_noted: bool = True,
         most_tries: int | None = None,
         variants: Sequence[str] = (),
+        lane: int = 0,
     ) -> "EvaluationOutcome | _Failed":
         """Return one valid outcome. Its seed follows from attempt, repetition and try, not the
         worker. With `is_noted` false, the lease becomes durable only after a lost worker."""
@@ -420,7 +431,7 @@ class ProgramEvaluator:
                 code=code, seed=seed, isolate=self.isolate, variants=variants
             )
             job = Job(
-                attempt=self._job_offset + lease.attempt,
+                attempt=self._job_offset + lane * LANE + lease.attempt,
                 epoch=epoch,
                 payload=request.encode(),
                 limit_s=self._limit_s,
@@ -463,15 +474,16 @@ class ProgramEvaluator:
 
 
 class _VariantScorer:
-    """Scores variants of a program. Fast ones share a job, unless the mode is deterministic."""
+    """Scores variants of a program. Fast ones share jobs, in `lanes` at the same time; with 0 each
+    has a job of its own."""
 
     def __init__(
-        self, evaluator: ProgramEvaluator, lease: Lease, limit: TuneLimit, *, shares_jobs: bool
+        self, evaluator: ProgramEvaluator, lease: Lease, limit: TuneLimit, *, lanes: int
     ) -> None:
         self._evaluator = evaluator
         self._lease = lease
         self._limit = limit
-        self._shares_jobs = shares_jobs
+        self._lanes = lanes
         self._slowest_s = math.inf
         """Of the evaluations in jobs of their own."""
         self._best = -math.inf
@@ -484,40 +496,51 @@ class _VariantScorer:
 
     async def score(self, codes: Sequence[str]) -> list[float | None]:
         """Score the programs, fewer if the limit is reached."""
-        if self._shares_jobs and len(codes) > 1 and self._slowest_s < FAST_S:
-            together = await self._score_together(codes)
-            if together:
-                return together
-        scores: list[float | None] = []
+        if self._lanes and len(codes) > 1 and self._slowest_s < FAST_S:
+            scores = await self._score_together(codes)
+            if scores:
+                return scores
+        scores = []
         slowest_s = 0.0
         for code in codes:
             if scores and not self._limit.left():
                 break
             outcome = await self._run([code])
             slowest_s = max(slowest_s, outcome.seconds if outcome else 0.0)
-            scores.append(self._evaluator.score(outcome.metrics) if outcome else None)
+            scores.append(self._score(outcome.metrics) if outcome else None)
         self._slowest_s = slowest_s or math.inf
         self._best = max([self._best, *(score for score in scores if score is not None)])
         return scores
 
     async def _score_together(self, codes: Sequence[str]) -> list[float | None]:
-        """Score all in one job. Returns [] if it failed, or if a new best program has another score
-        in a job of its own: the evaluator or the program remembers earlier evaluations."""
-        outcome = await self._run(codes)
-        variants = read_variants(outcome) if outcome else []
-        scores = [self._evaluator.score(each) if each else None for each in variants]
+        """Score all in few jobs. Returns [] if one failed, or if a new best program has another
+        score in a job of its own: the evaluator or the program remembers earlier evaluations."""
+        num = max(1, min(self._lanes, len(codes) // FEWEST_TOGETHER))
+        ends = [len(codes) * lane // num for lane in range(num + 1)]
+        outcomes = await together(
+            self._run(codes[start:end], lane=lane)
+            for lane, (start, end) in enumerate(pairwise(ends))
+        )
+        variants = [read_variants(outcome) if outcome else [] for outcome in outcomes]
+        scores = [self._score(each) for each in chain(*variants)]
+        if len(scores) < len(codes):
+            return []
         best = max((score for score in scores if score is not None), default=-math.inf)
         if best <= self._best:
             return scores
         checked = await self._run([codes[scores.index(best)]])
-        self._shares_jobs = checked is not None and self._evaluator.score(checked.metrics) == best
+        if checked is None or self._score(checked.metrics) != best:
+            self._lanes = 0
+            return []
         self._best = best
-        return scores if self._shares_jobs else []
+        return scores
 
-    async def _run(self, codes: Sequence[str]) -> EvaluationOutcome | None:
+    def _score(self, metrics: Metrics | None) -> float | None:
+        return self._evaluator.score(metrics) if metrics else None
+
+    async def _run(self, codes: Sequence[str], *, lane: int = 0) -> EvaluationOutcome | None:
         self._limit.num += len(codes)
-        variants = codes if len(codes) > 1 else ()
-        outcome = await self._evaluator.run(codes[0], self._lease, variants=variants)
+        outcome = await self._evaluator.run(codes, self._lease, lane=lane)
         if outcome is not None:
             self.seconds += outcome.seconds
         return outcome

@@ -1,5 +1,6 @@
 """Functions written out as the numbers that they return, and the tuning of these."""
 
+import asyncio
 import contextlib
 import io
 import json
@@ -145,6 +146,10 @@ class PrintingExecutor(ToyExecutor):
     async def submit(self, job: Job) -> JobOutcome:
         self.jobs.append(job)
         request = EvaluationRequest.decode(job.payload)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(0)
+        self.num_running -= 1
         self.num_together += len(request.variants)
         if not request.variants:
             return done({"combined_score": score_of(request.code)}, printed=run(request.code)[1])
@@ -181,7 +186,7 @@ async def evolve(folder: Path, executor: PrintingExecutor, **own: Any) -> tuple[
     document = {
         "max_iterations": 3,
         "diff_based_evolution": False,
-        "rookery": {"in_flight": 1, "workers": 1, "tune": {"evaluations": 120}, **own},
+        "rookery": {"in_flight": 1, "workers": 3, "tune": {"evaluations": 120}, **own},
     }
     config = EvolveConfig.model_validate(document)
     first = FirstProgram(code=CODE, language="python", suffix=".py")
@@ -192,10 +197,11 @@ async def evolve(folder: Path, executor: PrintingExecutor, **own: Any) -> tuple[
 
 async def test_a_model_is_shown_the_program_before_its_tables(tmp_path: Path) -> None:
     executor = PrintingExecutor()
-    report, prompts = await evolve(tmp_path, executor)
+    report, prompts = await evolve(tmp_path, executor, tune={"evaluations": 400})
     assert "return [(" in report.winning_line[1].diff
     assert prompts and all("cos" in prompt for prompt in prompts)
     assert executor.num_together > 60, "scored many at a time"
+    assert executor.most_running > 1
 
 
 async def test_a_program_that_remembers_is_scored_in_jobs_of_its_own(tmp_path: Path) -> None:
