@@ -403,7 +403,7 @@ async def main() -> None:
     parser.add_argument("--untuned", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tune-evaluations", type=int, default=60)
     parser.add_argument("--tune-seconds", type=float, default=30.0, help="for each new best")
-    parser.add_argument("--tune-children", type=int, default=60, help="evaluations of the others")
+    parser.add_argument("--tune-children", type=int, default=30, help="evaluations of the others")
     parser.add_argument("--learn", type=int, default=0, help="iterations between trainings")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--tokens", type=int, help="of an evolution, at most")

@@ -13,9 +13,7 @@ prompt_tasks.py  prompts as programs, scored on tasks
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
 restoration.py   names that an answer left out, restored from the parent
 program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, tuning
-tuner.py         a program tuned: its numbers, and those of its tables
-tuning.py        a search for the numbers of a program
-tables.py        functions of a program written out as the numbers that they return
+tuning/          the numbers of a program, tuned
 problem.py       the first program, checked; the evaluator in a sandbox, as workers run it
 program.py       a program with its metrics and lineage: files, document, blob
 outputs.py       best/, checkpoints/, the trace and logs/, and when they are written

@@ -33,7 +33,7 @@ from rookery.loops.evolve.program import (
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_child, seed_of
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
-from rookery.loops.evolve.tuner import TuneLimit, Variant, tune
+from rookery.loops.evolve.tuning import TuneLimit, Variant, tune
 from rookery.ports import Executor
 from rookery.runtime.concurrency import run_in_thread, together
 from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome, read_variants
@@ -485,7 +485,7 @@ class _VariantScorer:
         self._limit = limit
         self._lanes = lanes
         self._slowest_s = math.inf
-        """Of the evaluations in jobs of their own."""
+        """Seconds of the slowest evaluation in a job of its own."""
         self._best = -math.inf
         self.seconds = 0.0
 

@@ -13,8 +13,13 @@ from loops.evolve.toy import ToyExecutor, evolve_toy, toy_model
 
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.problem import EvaluationRequest, FirstProgram
-from rookery.loops.evolve.tables import add_reports, find_functions, read_reports, write_tables
-from rookery.loops.evolve.tuner import TuneLimit, Variant, tune
+from rookery.loops.evolve.tuning import TuneLimit, Variant, tune
+from rookery.loops.evolve.tuning.tables import (
+    add_reports,
+    find_functions,
+    read_reports,
+    write_tables,
+)
 from rookery.sandbox import EvaluationOutcome, encode_outcome
 from rookery.types import Job, JobDone, JobOutcome, TextRequest
 

@@ -11,8 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rookery.loops.evolve.tables import add_reports, find_functions, read_reports, write_tables
-from rookery.loops.evolve.tuning import NumberSearch, lift_constants, write_constants
+from rookery.loops.evolve.tuning.constants import NumberSearch, lift_constants, write_constants
+from rookery.loops.evolve.tuning.tables import (
+    add_reports,
+    find_functions,
+    read_reports,
+    write_tables,
+)
 from rookery.runtime.concurrency import run_in_thread
 
 __all__ = ["TuneLimit", "Variant", "tune"]

@@ -12,7 +12,7 @@ is: it is what the evaluator asks for.
 import ast
 from collections.abc import Mapping, Sequence
 
-from rookery.loops.evolve.tuning import MAX_CONSTANTS, open_lines
+from rookery.loops.evolve.tuning.constants import MAX_CONSTANTS, open_lines
 
 __all__ = ["add_reports", "find_functions", "read_reports", "write_tables"]
 

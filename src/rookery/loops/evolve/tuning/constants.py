@@ -1,4 +1,4 @@
-"""Tuning of a program's numbers without a model (`rookery.tune`).
+"""The numbers in a program, and a search for better ones.
 
     constants = lift_constants(code)                  # the numbers of its EVOLVE blocks
     write_constants(code, constants, [0.31, 12.0])    # the same program with other numbers
