@@ -187,6 +187,7 @@ SMALL_BYTES = 4096
 """Outcomes up to this size are decoded faster than a thread starts."""
 FAST_S = 0.2
 """Variants share a job if an evaluation takes less. Then a job takes a few seconds at most."""
+SMALLEST_S = 0.001
 FEWEST_TOGETHER = 4
 """Variants of a shared job, at least: half of its time is then the evaluations."""
 LANE = 2**24
@@ -540,7 +541,10 @@ class _VariantScorer:
 
     async def _run(self, codes: Sequence[str], *, lane: int = 0) -> EvaluationOutcome | None:
         self._limit.num += len(codes)
+        began = time.monotonic()
         outcome = await self._evaluator.run(codes, self._lease, lane=lane)
+        spent_s = outcome.seconds if outcome else time.monotonic() - began
+        self._limit.spent_s += max(spent_s, SMALLEST_S)
         if outcome is not None:
             self.seconds += outcome.seconds
         return outcome

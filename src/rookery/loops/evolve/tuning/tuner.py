@@ -7,9 +7,8 @@ First the program's own numbers. Then functions that return nothing but numbers 
 (`tables.py`), and these numbers are tuned too, with most of the evaluations.
 """
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rookery.loops.evolve.tuning.constants import NumberSearch, lift_constants, write_constants
 from rookery.loops.evolve.tuning.tables import (
@@ -42,11 +41,12 @@ class TuneLimit:
     """Share of both that may be spent for now."""
     num: int = 0
     """Evaluations so far."""
-    began: float = field(default_factory=time.monotonic)
+    spent_s: float = 0.0
+    """Seconds of these evaluations. Waiting for a worker does not count."""
 
     def left(self, most: int = 1) -> int:
         """Return how many of the next `most` evaluations may be made."""
-        if time.monotonic() < self.began + self.share * self.seconds:
+        if self.spent_s < self.share * self.seconds:
             return most
         return max(0, min(most, int(self.share * self.evaluations) - self.num))
 
