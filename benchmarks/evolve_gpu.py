@@ -403,6 +403,7 @@ async def main() -> None:
     parser.add_argument("--untuned", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tune-evaluations", type=int, default=60)
     parser.add_argument("--tune-seconds", type=float, default=30.0, help="for each new best")
+    parser.add_argument("--tune-children", type=int, default=30, help="evaluations of the others")
     parser.add_argument("--learn", type=int, default=0, help="iterations between trainings")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--tokens", type=int, help="of an evolution, at most")
@@ -423,7 +424,11 @@ async def main() -> None:
                 sandbox=sandbox,
                 in_flight=options.in_flight,
                 workers=options.workers,
-                tune={"evaluations": options.tune_evaluations, "seconds": options.tune_seconds},
+                tune={
+                    "evaluations": options.tune_evaluations,
+                    "seconds": options.tune_seconds,
+                    "children": options.tune_children,
+                },
                 model_folder=options.model,
                 max_tokens=options.tokens,
                 learn={"every": options.learn, "learning_rate": options.learning_rate},

@@ -17,6 +17,7 @@ from rookery.sandbox.outcome import (
     Metric,
     decode_outcome,
     encode_outcome,
+    read_variants,
 )
 from rookery.sandbox.sandbox import (
     Probe,
@@ -46,4 +47,5 @@ __all__ = [
     "open_sandbox",
     "probe",
     "probe_backend",
+    "read_variants",
 ]

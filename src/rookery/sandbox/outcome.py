@@ -39,6 +39,7 @@ __all__ = [
     "decode_outcome",
     "encode_outcome",
     "make_outcome",
+    "read_variants",
 ]
 
 FailureKind = Literal[
@@ -143,6 +144,18 @@ def make_outcome(
         is_forgeable=is_forgeable,
         unsupported=report.unsupported,
     )
+
+
+def read_variants(outcome: EvaluationOutcome) -> list[Mapping[str, Metric] | None]:
+    """Return the metrics of each variant, None for a failed one; [] if they failed together."""
+    if outcome.failure is not None:
+        return []
+    variants: list[Mapping[str, Metric] | None] = []
+    for lines in json.loads(outcome.artifacts["variants"]):
+        report = _read(b"\n".join(json.dumps(line).encode() for line in lines))
+        is_valid = report.is_done and not report.failure and not _find_not_finite(report.metrics)
+        variants.append(report.metrics if is_valid else None)
+    return variants
 
 
 def encode_outcome(outcome: EvaluationOutcome) -> bytes:

@@ -10,7 +10,7 @@ an outcome with a failure; SandboxError means that the sandbox or the evaluator 
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -67,12 +67,20 @@ class Sandbox:
         await self._stack.aclose()
 
     async def evaluate(
-        self, program: Program, *, seed: int = 0, isolate: bool = True
+        self,
+        program: Program,
+        *,
+        seed: int = 0,
+        isolate: bool = True,
+        variants: Sequence[str] = (),
     ) -> EvaluationOutcome:
         """Run the evaluator on a program: the text of one file, or file texts by relative path.
 
         `seed` seeds the random generators. Without `isolate` the program runs in the evaluator's
         process, where it can forge its score.
+
+        `variants` are programs to run in its place, one after another in the same processes and
+        within the limits of one program. `read_variants` returns their outcomes.
         """
         _check(program)
         async with self._turn:
@@ -82,7 +90,12 @@ class Sandbox:
             is_clean = False
             try:
                 outcome = await server.evaluate(
-                    program, self._config, self._evaluator, seed=seed, isolate=isolate
+                    program,
+                    self._config,
+                    self._evaluator,
+                    seed=seed,
+                    isolate=isolate,
+                    variants=variants,
                 )
                 is_clean = server.is_alive and server.is_isolated
             finally:

@@ -271,6 +271,7 @@ class ForkServer:
         *,
         seed: int,
         isolate: bool,
+        variants: Sequence[str] = (),
     ) -> EvaluationOutcome:
         """Run one candidate. After a cancellation the caller must close the server."""
         started = time.monotonic()
@@ -286,6 +287,7 @@ class ForkServer:
                 "program": program if isinstance(program, str) else dict(program),
                 "seed": seed,
                 "isolate": isolate,
+                "variants": list(variants),
             }
             descriptors = [result.writer, output.writer, *self._describe_server(body, stack)]
             body |= evaluator.model_dump(include={"suffix", "cascade", "thresholds"})

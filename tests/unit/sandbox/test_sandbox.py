@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import SandboxError
-from rookery.sandbox import EvaluatorConfig, Sandbox, SandboxConfig, choose_backend
+from rookery.sandbox import (
+    EvaluatorConfig,
+    Sandbox,
+    SandboxConfig,
+    choose_backend,
+    read_variants,
+)
 from rookery.sandbox.server import descendants
 
 CONFIG = SandboxConfig(backend="unsafe", output_bytes=2**20, memory_bytes=2**28)
@@ -160,3 +166,20 @@ async def test_descriptors_do_not_leak(sandbox: Sandbox) -> None:
     for text in ("metrics = {'s': 1.0}", "import os; os._exit(1)"):
         await sandbox.evaluate(text)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_variants_share_processes_and_begin_from_the_same_seed(sandbox: Sandbox) -> None:
+    text = "import os, random\nmetrics = {'x': random.random(), 'pid': os.getpid(), 'n': NUMBER}"
+    variants = [text.replace("NUMBER", str(number)) for number in range(3)]
+    broken = "raise ValueError"
+    outcome = await sandbox.evaluate("", seed=7, variants=[*variants, broken])
+    assert outcome.failure is None and outcome.metrics == {}
+    *rows, failed = read_variants(outcome)
+    assert failed is None
+    known = [row for row in rows if row is not None]
+    assert [row["n"] for row in known] == [0, 1, 2]
+    assert len({row["x"] for row in known}) == len({row["pid"] for row in known}) == 1
+    alone = await sandbox.evaluate(variants[1], seed=7)
+    assert alone.metrics["x"] == known[1]["x"]
+    ended = await sandbox.evaluate("", variants=[variants[0], "import os; os._exit(0)"])
+    assert ended.failure is not None and read_variants(ended) == []

@@ -11,8 +11,9 @@ proposer.py      from a plan to a child: prompt, model, answer; children compare
 prompts.py       the prompt of an iteration: templates, history, artifacts
 prompt_tasks.py  prompts as programs, scored on tasks
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
+restoration.py   names that an answer left out, restored from the parent
 program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, tuning
-tuning.py        the numbers of a program, tuned by CMA-ES
+tuning/          the numbers of a program, tuned
 problem.py       the first program, checked; the evaluator in a sandbox, as workers run it
 program.py       a program with its metrics and lineage: files, document, blob
 outputs.py       best/, checkpoints/, the trace and logs/, and when they are written

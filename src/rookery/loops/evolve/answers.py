@@ -19,6 +19,7 @@ from rookery.loops.evolve.program import (
     named_file,
     split_files,
 )
+from rookery.loops.evolve.restoration import restore_names
 from rookery.runs.disk import is_utf8
 
 __all__ = [
@@ -475,6 +476,8 @@ def _rewrite(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildPro
         code = _join(rewrite_files(answer, files=files))
     else:
         code = extract_rewrite(answer, language=rules.language)
+        if rules.language == "python":
+            code = restore_names(code, parent=parent.code)
     if code.strip() == parent.code.strip():
         raise AnswerError(FailureKind.NO_CHANGE, "The rewrite is identical to the parent program.")
     return ChildProgram(

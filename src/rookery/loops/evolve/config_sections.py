@@ -243,7 +243,11 @@ class TuneConfig(Config):
     evaluations: int = Field(default=60, ge=4)
     """Evaluations per new best program."""
     seconds: float = Field(default=0.0, ge=0)
-    """Keep tuning for at least this many seconds: for programs that are scored fast."""
+    """Keep tuning for at least this many seconds of evaluations: for programs scored fast. Model
+    calls begin at most `in_flight` iterations ahead of a tuning."""
+    children: int = Field(default=0, ge=0)
+    """Evaluations to tune every other program before it counts: for programs that are scored fast.
+    A new idea with bad numbers then has a chance."""
 
 
 class LearnConfig(Config):

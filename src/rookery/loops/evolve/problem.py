@@ -14,7 +14,7 @@ refuses the task, names the remedy, and gets no work.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -219,9 +219,12 @@ class EvaluationRequest:
     """Seed of the random generators."""
     isolate: bool = True
     """True to run the program in a separate process from its evaluator."""
+    variants: Sequence[str] = ()
+    """Programs of one file to run in its place, with one result (`sandbox.read_variants`)."""
 
     def encode(self) -> bytes:
-        head = json.dumps({"seed": self.seed, "isolate": self.isolate}).encode()
+        settings = {"seed": self.seed, "isolate": self.isolate, "variants": self.variants}
+        head = json.dumps(settings).encode()
         return head + b"\n" + self.code.encode("utf-8", "surrogatepass")
 
     @classmethod
@@ -305,7 +308,9 @@ class EvaluationTask:
         request = EvaluationRequest.decode(payload)
         files = split_files(request.code)
         program = {**self._other_files, **files} if files else request.code
-        outcome = await self._sandbox.evaluate(program, seed=request.seed, isolate=request.isolate)
+        outcome = await self._sandbox.evaluate(
+            program, seed=request.seed, isolate=request.isolate, variants=request.variants
+        )
         return encode_outcome(outcome)
 
     async def close(self) -> None:

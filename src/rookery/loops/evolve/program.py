@@ -19,6 +19,7 @@ from rookery.paths import expanded
 from rookery.runs import BlobStore
 
 __all__ = [
+    "SOURCE",
     "Metrics",
     "ProgramDocument",
     "ProgramRecord",
@@ -143,6 +144,10 @@ Metrics = Mapping[str, Any]
 """Metrics of an evaluator: numbers and any other values."""
 
 
+SOURCE = "before_tables"
+"""Entry of `metadata` that holds a program's `source`, if that is not its code."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRecord:
     """One program with its evaluation.
@@ -174,6 +179,11 @@ class ProgramRecord:
     prompts: Mapping[str, Any] = field(default_factory=dict)
     """Prompts by template name, each as {system, user, responses}."""
     embedding: tuple[float, ...] | None = None
+
+    @property
+    def source(self) -> str:
+        """The program as a model is shown it: before tuning wrote out functions as tables."""
+        return str(self.metadata.get(SOURCE) or self.code)
 
     @property
     def files(self) -> dict[str, str]:

@@ -11,23 +11,32 @@
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.problem import EvaluationRequest, say_not_isolated
-from rookery.loops.evolve.program import Metrics, ProgramStore, has_large, is_number, keep_artifacts
+from rookery.loops.evolve.program import (
+    SOURCE,
+    Metrics,
+    ProgramStore,
+    has_large,
+    is_number,
+    keep_artifacts,
+)
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_child, seed_of
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
-from rookery.loops.evolve.tuning import Constant, NumberSearch, lift_constants, write_constants
+from rookery.loops.evolve.tuning import TuneLimit, Variant, tune
 from rookery.ports import Executor
 from rookery.runtime.concurrency import run_in_thread, together
-from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome
+from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome, read_variants
 from rookery.search.programs.program import numeric_metrics, score_of
 from rookery.seeding import stream_seed
 from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
@@ -176,6 +185,13 @@ GRACE_S = 180.0
 NUM_STAGES = 3
 SMALL_BYTES = 4096
 """Outcomes up to this size are decoded faster than a thread starts."""
+FAST_S = 0.2
+"""Variants share a job if an evaluation takes less. Then a job takes a few seconds at most."""
+SMALLEST_S = 0.001
+FEWEST_TOGETHER = 4
+"""Variants of a shared job, at least: half of its time is then the evaluations."""
+LANE = 2**24
+"""Job numbers between two lanes: more than a run has attempts."""
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
@@ -248,11 +264,28 @@ class ProgramEvaluator:
         *,
         lease: Lease,
         best_score: float | None,
-        first: EvaluationOutcome | None = None,
     ) -> Evaluated:
-        """Score a program and store it. If it beats `best_score`, it is scored `confirm` more times
-        and gets mean metrics. `first` is the outcome of an evaluation already made."""
-        outcomes = await self._score_enough(child, lease, best_score, first)
+        """Score a program, its numbers tuned first with `tune.children`, and store it. If it beats
+        `best_score`, it is scored `confirm` more times and gets mean metrics."""
+        evaluated = await self._measure(child, lease=lease, best_score=best_score)
+        settings = self._config.rookery.tune
+        num_tuning = settings.children if settings and self._judges is None else 0
+        if not num_tuning or lease.is_first or evaluated.failure is not None:
+            return evaluated
+        limit = TuneLimit(evaluations=num_tuning)
+        score = self.score(evaluated.metrics)
+        tuned, seconds = await self._tune(child, score, lease, limit)
+        if tuned is not child:
+            again = await self._measure(tuned, lease=lease, best_score=best_score)
+            seconds += evaluated.seconds
+            if again.failure is None and self._is_better(again, evaluated):
+                evaluated = replace(again, untuned_hash=child.code_hash)
+        seconds += evaluated.seconds
+        return replace(evaluated, num_tuning=limit.num, seconds=seconds, num_lost=lease.num_lost)
+
+    async def _measure(self, child: Child, *, lease: Lease, best_score: float | None) -> Evaluated:
+        """Score a program with the numbers that it has, and store it."""
+        outcomes = await self._score_enough(child, lease, best_score)
         if isinstance(outcomes, _Failed):
             program = await run_in_thread(self._keep_failed, child, outcomes)
             return Evaluated(program=program, failure=outcomes.failure, num_lost=lease.num_lost)
@@ -265,49 +298,42 @@ class ProgramEvaluator:
         return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
 
     async def tune(self, child: Child, *, lease: Lease, best_score: float) -> Evaluated:
-        """Score variants with other numbers, under the same random numbers, and keep the best if it
-        beats the program's own score."""
+        """Tune the child's parent, a new best program. Fails if no variant beats it."""
         settings = self._config.rookery.tune
-        constants = await run_in_thread(self._lift, child)
-        if settings is None or not constants:
-            message = "The program has no numbers to tune."
-            return Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
-        tuned_score = self._score_metrics(child.program.parent_metrics)
-        seed = stream_seed(self._seed, "tune", lease.attempt)
-        search = NumberSearch(constants, seed=seed, score=tuned_score)
-        code, num, best, seconds = child.program.code, 0, None, 0.0
-        end = time.monotonic() + settings.seconds
-        while num < settings.evaluations or time.monotonic() < end:
-            scores: list[float | None] = []
-            for values in search.ask():
-                if num >= settings.evaluations and time.monotonic() >= end:
-                    break
-                tried = write_constants(code, constants, values)
-                outcome = await self._run(tried, lease, is_noted=not num)
-                num += 1
-                score = None
-                if not isinstance(outcome, _Failed):
-                    score = self._score(outcome)
-                    seconds += outcome.seconds
-                scores.append(score)
-                if score is not None and (tuned_score is None or score > tuned_score):
-                    best, tuned_score = (tried, outcome), score
-            search.tell(scores)
-        if best is None or isinstance(best[1], _Failed):
-            message = f"None of {num} programs with other numbers is better."
-            failure = AttemptFailure(kind="not_tuned", message=message)
-            return Evaluated(
-                failure=failure, num_tuning=num, seconds=seconds, num_lost=lease.num_lost
-            )
-        tuned = await run_in_thread(make_child, replace(child.program, code=best[0]))
-        evaluated = await self.evaluate(tuned, lease=lease, best_score=best_score, first=best[1])
-        seconds += evaluated.seconds - best[1].seconds
-        return replace(evaluated, num_tuning=num, seconds=seconds)
+        assert settings is not None, "only a run that tunes plans a tuning"
+        limit = TuneLimit(evaluations=settings.evaluations, seconds=settings.seconds)
+        parent_score = self.score(child.program.parent_metrics)
+        tuned, seconds = await self._tune(child, parent_score, lease, limit)
+        if tuned is not child:
+            evaluated = await self._measure(tuned, lease=lease, best_score=best_score)
+        else:
+            message = f"None of {limit.num} programs with other numbers is better."
+            if not limit.num:
+                message = "The program has no numbers to tune."
+            evaluated = Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
+        seconds += evaluated.seconds
+        return replace(evaluated, num_tuning=limit.num, seconds=seconds, num_lost=lease.num_lost)
 
-    def _lift(self, child: Child) -> tuple[Constant, ...]:
+    async def _tune(
+        self, child: Child, score: float | None, lease: Lease, limit: TuneLimit
+    ) -> tuple[Child, float]:
+        """Return the best variant of a child, or the child itself, and the evaluations' seconds."""
         program = child.program
-        is_python = program.language == "python" and not program.files
-        return lift_constants(program.code) if is_python else ()
+        if program.language != "python" or program.files:
+            return child, 0.0
+
+        is_steady = self._config.rookery.mode == "steady"
+        lanes = self._config.workers if is_steady else 0
+        scorer = _VariantScorer(self, lease, limit, lanes=lanes)
+        await lease.renew()
+        first = Variant(program.code, score)
+        seed = stream_seed(self._seed, "tune", lease.attempt)
+        best = await tune(first, score=scorer.score, run=scorer.run, seed=seed, limit=limit)
+        if best is first:
+            return child, scorer.seconds
+        metadata = {**program.metadata, SOURCE: best.source} if best.source else program.metadata
+        tuned = replace(program, code=best.code, metadata=metadata)
+        return await run_in_thread(make_child, tuned), scorer.seconds
 
     def _keep_failed(self, child: Child, failed: "_Failed") -> str:
         """Store a failed program for repair by another attempt. Waits for the disk."""
@@ -335,7 +361,7 @@ class ProgramEvaluator:
             metrics=metrics,
             artifacts=keep_artifacts(artifacts, max_bytes=evaluator.max_artifact_storage),
         )
-        scores = [self._score(outcome) for outcome in outcomes] if len(outcomes) > 1 else []
+        scores = [self.score(outcome.metrics) for outcome in outcomes] if len(outcomes) > 1 else []
         usage = judgement.usage if judgement is not None else NOTHING
         return Evaluated(
             program=self._store.put(program),
@@ -354,14 +380,14 @@ class ProgramEvaluator:
         )
 
     async def _score_enough(
-        self, child: Child, lease: Lease, best_score: float | None, first: EvaluationOutcome | None
+        self, child: Child, lease: Lease, best_score: float | None
     ) -> "list[EvaluationOutcome] | _Failed":
         code = child.program.code
-        once = first or await self._run(code, lease)
+        once = await self._run(code, lease)
         if isinstance(once, _Failed):
             return once
         outcomes = [once]
-        score = self._score(once)
+        score = self.score(once.metrics)
         if best_score is None or score is None or score <= best_score:
             return outcomes
         for number in range(1, self._config.rookery.confirm + 1):
@@ -373,18 +399,40 @@ class ProgramEvaluator:
             outcomes.append(again)
         return outcomes
 
+    async def run(
+        self, codes: Sequence[str], lease: Lease, *, lane: int = 0
+    ) -> EvaluationOutcome | None:
+        """Evaluate a variant, or several in one job. None if it failed; it is not tried again. Jobs
+        of one attempt run at the same time if their lanes differ."""
+        variants = codes if len(codes) > 1 else ()
+        outcome = await self._run(
+            codes[0], lease, is_noted=False, most_tries=1, variants=variants, lane=lane
+        )
+        return None if isinstance(outcome, _Failed) else outcome
+
     async def _run(
-        self, code: str, lease: Lease, *, repetition: int = 0, is_noted: bool = True
+        self,
+        code: str,
+        lease: Lease,
+        *,
+        repetition: int = 0,
+        is_noted: bool = True,
+        most_tries: int | None = None,
+        variants: Sequence[str] = (),
+        lane: int = 0,
     ) -> "EvaluationOutcome | _Failed":
         """Return one valid outcome. Its seed follows from attempt, repetition and try, not the
         worker. With `is_noted` false, the lease becomes durable only after a lost worker."""
+        most_tries = most_tries or self._num_tries
         num_tries = num_errors = 0
         while True:
             epoch = await lease.renew(is_noted=is_noted)
             seed = stream_seed(self._seed, "evaluation", lease.attempt, repetition, num_tries)
-            request = EvaluationRequest(code=code, seed=seed, isolate=self.isolate)
+            request = EvaluationRequest(
+                code=code, seed=seed, isolate=self.isolate, variants=variants
+            )
             job = Job(
-                attempt=self._job_offset + lease.attempt,
+                attempt=self._job_offset + lane * LANE + lease.attempt,
                 epoch=epoch,
                 payload=request.encode(),
                 limit_s=self._limit_s,
@@ -402,7 +450,7 @@ class ProgramEvaluator:
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome
-                    if outcome.failure.kind != "error" or num_tries >= self._num_tries:
+                    if outcome.failure.kind != "error" or num_tries >= most_tries:
                         return _Failed(_failure(outcome), error=_error_of(outcome))
                 case WorkerLost():
                     lease.num_lost += 1
@@ -418,11 +466,88 @@ class ProgramEvaluator:
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
-    def _score(self, outcome: EvaluationOutcome) -> float | None:
-        return self._score_metrics(outcome.metrics)
+    def _is_better(self, one: Evaluated, other: Evaluated) -> bool:
+        scores = self.score(one.metrics), self.score(other.metrics)
+        return scores[0] is not None and (scores[1] is None or scores[0] > scores[1])
 
-    def _score_metrics(self, metrics: Metrics) -> float | None:
+    def score(self, metrics: Metrics) -> float | None:
         return score_of(numeric_metrics(metrics), features=self._features)
+
+
+class _VariantScorer:
+    """Scores variants of a program. Fast ones share jobs, in `lanes` at the same time; with 0 each
+    has a job of its own."""
+
+    def __init__(
+        self, evaluator: ProgramEvaluator, lease: Lease, limit: TuneLimit, *, lanes: int
+    ) -> None:
+        self._evaluator = evaluator
+        self._lease = lease
+        self._limit = limit
+        self._lanes = lanes
+        self._slowest_s = math.inf
+        """Seconds of the slowest evaluation in a job of its own."""
+        self._best = -math.inf
+        self.seconds = 0.0
+
+    async def run(self, code: str) -> str:
+        """Evaluate a program and return the end of its output."""
+        outcome = await self._run([code])
+        return outcome.output_tail if outcome else ""
+
+    async def score(self, codes: Sequence[str]) -> list[float | None]:
+        """Score the programs, fewer if the limit is reached."""
+        if self._lanes and len(codes) > 1 and self._slowest_s < FAST_S:
+            scores = await self._score_together(codes)
+            if scores:
+                return scores
+        scores = []
+        slowest_s = 0.0
+        for code in codes:
+            if scores and not self._limit.left():
+                break
+            outcome = await self._run([code])
+            slowest_s = max(slowest_s, outcome.seconds if outcome else 0.0)
+            scores.append(self._score(outcome.metrics) if outcome else None)
+        self._slowest_s = slowest_s or math.inf
+        self._best = max([self._best, *(score for score in scores if score is not None)])
+        return scores
+
+    async def _score_together(self, codes: Sequence[str]) -> list[float | None]:
+        """Score all in few jobs. Returns [] if one failed, or if a new best program has another
+        score in a job of its own: the evaluator or the program remembers earlier evaluations."""
+        num = max(1, min(self._lanes, len(codes) // FEWEST_TOGETHER))
+        ends = [len(codes) * lane // num for lane in range(num + 1)]
+        outcomes = await together(
+            self._run(codes[start:end], lane=lane)
+            for lane, (start, end) in enumerate(pairwise(ends))
+        )
+        variants = [read_variants(outcome) if outcome else [] for outcome in outcomes]
+        scores = [self._score(each) for each in chain(*variants)]
+        if len(scores) < len(codes):
+            return []
+        best = max((score for score in scores if score is not None), default=-math.inf)
+        if best <= self._best:
+            return scores
+        checked = await self._run([codes[scores.index(best)]])
+        if checked is None or self._score(checked.metrics) != best:
+            self._lanes = 0
+            return []
+        self._best = best
+        return scores
+
+    def _score(self, metrics: Metrics | None) -> float | None:
+        return self._evaluator.score(metrics) if metrics else None
+
+    async def _run(self, codes: Sequence[str], *, lane: int = 0) -> EvaluationOutcome | None:
+        self._limit.num += len(codes)
+        began = time.monotonic()
+        outcome = await self._evaluator.run(codes, self._lease, lane=lane)
+        spent_s = outcome.seconds if outcome else time.monotonic() - began
+        self._limit.spent_s += max(spent_s, SMALLEST_S)
+        if outcome is not None:
+            self.seconds += outcome.seconds
+        return outcome
 
 
 async def _decode(output: bytes) -> EvaluationOutcome:

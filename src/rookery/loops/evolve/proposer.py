@@ -28,7 +28,13 @@ from rookery.errors import (
 )
 from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.config import ModelConfig
-from rookery.loops.evolve.program import ProgramRecord, ProgramStore, pack_vector, unpack_vector
+from rookery.loops.evolve.program import (
+    SOURCE,
+    ProgramRecord,
+    ProgramStore,
+    pack_vector,
+    unpack_vector,
+)
 from rookery.loops.evolve.prompts import Asked, Prompt, ShownPrograms
 from rookery.loops.evolve.search_state import program_id, similarity_failure
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated, Generated
@@ -269,22 +275,30 @@ class Proposer:
 
     def _template(self, plan: Plan) -> Child:
         """Return the child of a tuning, still with its parent's numbers."""
-        return self._child(plan, ChildProgram(code=self._base(plan).code, changes="Tuned numbers"))
+        parent = self._store.get(plan.parent)
+        child = self._child(plan, ChildProgram(code=parent.code, changes="Tuned numbers"))
+        source = {SOURCE: parent.source} if parent.source != parent.code else {}
+        return replace(child, program=replace(child.program, metadata=source))
 
     def _build(self, plan: Plan) -> Prompt:
-        top = [self._store.get(id) for id in plan.top]
+        top = [self._shown(id) for id in plan.top]
         num_previous = self._prompts.num_top_programs
         shown = ShownPrograms(
             previous=top[:num_previous],
             top=top,
-            inspirations=[self._store.get(id) for id in plan.inspirations],
+            inspirations=[self._shown(id) for id in plan.inspirations],
         )
         asked = Asked(operator=plan.operator, failures=plan.failures)
         return self._prompts.build(self._base(plan), shown=shown, attempt=plan.attempt, asked=asked)
 
     def _base(self, plan: Plan) -> ProgramRecord:
         """Return the program that the model is asked to change."""
-        return self._store.get(plan.mends or plan.parent)
+        return self._shown(plan.mends or plan.parent)
+
+    def _shown(self, id: str) -> ProgramRecord:
+        """Return a program without the tables of its tuning: a model edits what computes them."""
+        program = self._store.get(id)
+        return replace(program, code=program.source)
 
     def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
         exchange = {

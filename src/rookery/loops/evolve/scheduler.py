@@ -113,6 +113,9 @@ class AttemptScheduler:
         self._open: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._generating: set[int] = set()
+        self._tunings: set[int] = set()
+        """Open tunings with a time limit. Later attempts wait for their better parents."""
+        self._num_begun = 0
         self._recorded: dict[int, Stages] = {}
         self._num_recorded = 0
         """Recorded decisions that are still to be replayed. They come first."""
@@ -189,6 +192,8 @@ class AttemptScheduler:
     def _has_room(self) -> bool:
         config = self._parts.config
         is_backlog_full = self._num_waiting >= self._backlog.max_waiting
+        if self._tunings and self._num_begun - min(self._tunings) >= config.rookery.in_flight:
+            return False
         return len(self._generating) < config.rookery.in_flight and not is_backlog_full
 
     def _may_begin(self, number: int) -> bool:
@@ -255,6 +260,10 @@ class AttemptScheduler:
             stages = replace(stages, planned=self._plan(number))
         assert stages.planned is not None
         self._state.note_planned(stages.planned.plan)
+        self._num_begun = max(self._num_begun, number)
+        tune = self._parts.config.rookery.tune
+        if tune is not None and tune.seconds and stages.planned.plan.operator == TUNE:
+            self._tunings.add(number)
         work = self._attempt(number, stages, is_new=is_new, decide=order.decide)
         task = group.create_task(work, name=f"attempt {number}")
         self._running[number] = task
@@ -321,7 +330,7 @@ class AttemptScheduler:
         try:
             lease = Lease(number, self._note_lease, epoch=stages.epoch, num_lost=stages.num_lost)
             evaluated = await self._measure(planned, child, comparison, lease)
-            if evaluated.seconds and not evaluated.num_tuning:
+            if evaluated.seconds and planned.plan.operator != TUNE:
                 self._backlog.evaluation.add(evaluated.seconds)
             await self._record(number, "evaluated", evaluated, epoch=lease.epoch)
         finally:
@@ -357,6 +366,7 @@ class AttemptScheduler:
     async def _conclude(self, number: int, stages: Stages) -> None:
         """Decide and tell. State and event change together: there must be no await in between."""
         self._open.discard(number)
+        self._tunings.discard(number)
         decision = stages.decision or self._state.decide(stages, elapsed_s=self.elapsed_s)
         if stages.evaluated is not None and stages.evaluated.program:
             self._parts.store.add(program_id(number), stages.evaluated.program)

@@ -243,6 +243,8 @@ class Spending:
                 self.dearest_answer_tokens = max(self.dearest_answer_tokens, each)
 
 
+GAIN_TO_TUNE_AGAIN = 0.01
+"""Relative gain of a tuning from which its result is tuned too."""
 MOST_UNANSWERED = 50
 """Unanswered iterations in a row that end the search: they spend nothing of a token budget."""
 
@@ -278,7 +280,7 @@ class SearchState:
     chosen: str = ""
     """The program chosen on the select tasks; empty: the one with the best score."""
     tuned: set[str] = field(default_factory=set)
-    """Programs whose tuning has begun or ended, and the results of tuning."""
+    """Programs whose tuning has begun or ended, and results of tuning that gained little."""
     num_decided: int = 0
     num_committed: int = 0
     num_demoted: int = 0
@@ -370,6 +372,8 @@ class SearchState:
             is_compared = self.rejects_similar and evaluated.embedding
             vector = unpack_vector(evaluated.embedding) if is_compared else None
             repeated = self.novelty.find(code=evaluated.code_hash, embedding=vector)
+            if repeated is None and evaluated.untuned_hash:
+                repeated = self.novelty.find(code=evaluated.untuned_hash)
             problem = self.database.problem_with(evaluated.metrics)
             if repeated is not None:
                 failure = _repetition(repeated)
@@ -441,7 +445,11 @@ class SearchState:
             answer=generated.answer,
             has_large_artifacts=evaluated.has_large_artifacts,
         )
-        return self._add_program(record, evaluated, ancestor)
+        member = self._add_program(record, evaluated, ancestor)
+        gain = member.score - plan.parent_score
+        if plan.operator == TUNE and gain > GAIN_TO_TUNE_AGAIN * abs(plan.parent_score):
+            self.tuned.discard(record.id)
+        return member
 
     def _add_program(
         self, record: ScoredProgram, evaluated: Evaluated, ancestor: Ancestor
@@ -451,6 +459,8 @@ class SearchState:
         self.novelty.add(
             record.id, code=evaluated.code_hash, embedding=self._vector(record, evaluated)
         )
+        if evaluated.untuned_hash:
+            self.novelty.add(record.id, code=evaluated.untuned_hash)
         self.ancestors[record.id] = ancestor
         self.stopping = advance(self.stopping, member, config=self.stopping_config)
         if before is None or member.score > before.score:

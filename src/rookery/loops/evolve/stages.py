@@ -78,6 +78,8 @@ class Evaluated:
     """Numeric metrics; means if the child was scored several times."""
     code: CodeSummary | None = None
     code_hash: str = ""
+    untuned_hash: str = ""
+    """Hash of the model's answer, if its numbers were tuned before it counted."""
     has_large_artifacts: bool = False
     """True if checkpoints write one of its artifacts to a separate file."""
     scores: tuple[float, ...] = ()

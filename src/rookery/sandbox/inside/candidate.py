@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from . import isolation
-from .contract import evaluate
+from .contract import Emit, evaluate, evaluate_variants
 from .program import serve_program
 from .proxy import PROGRAM_ENDED, ProgramProxy
 
@@ -41,6 +41,13 @@ __all__ = ["Descriptors", "start_candidate"]
 
 
 Note = Callable[[str, tuple[Any, ...]], None]
+
+
+def reseed(seed: int) -> None:
+    """Seed the known modules again, as at the start of a process."""
+    for name in _SEED:
+        if name in sys.modules:
+            _SEED[name](sys.modules[name], seed)
 
 
 def seed_generators(seed: int, note: Note | None = None) -> None:
@@ -159,7 +166,7 @@ def _run(module: ModuleType, settings: Settings, to: Descriptors) -> None:
         _confine(settings, to)
         isolation.hide_memory(is_hidden=False)
         seed_generators(settings["seed"])
-        serve_program(theirs)
+        serve_program(theirs, reseed)
 
     def be_evaluator() -> None:
         theirs.close()
@@ -220,14 +227,28 @@ def _evaluate(
         while view:
             view = view[os.write(result, view) :]
 
-    evaluate(
-        module,
-        path,
-        is_cascade=settings["cascade"],
-        thresholds=settings["thresholds"],
-        emit=emit,
-        note=lambda: proxy.unsupported,
-    )
+    def run(path: str, emit: Emit) -> None:
+        evaluate(
+            module,
+            path,
+            is_cascade=settings["cascade"],
+            thresholds=settings["thresholds"],
+            emit=emit,
+            note=lambda: proxy.unsupported,
+        )
+
+    def run_variant(number: int, emit: Emit) -> None:
+        variant = Path(path).with_name(f"variant{number}{settings['suffix']}")
+        variant.write_bytes(settings["variants"][number].encode(errors="surrogatepass"))
+        reseed(settings["seed"])
+        if settings["isolate"]:
+            proxy.reseed(settings["seed"])
+        run(str(variant), emit)
+
+    if settings["variants"]:
+        evaluate_variants(run_variant, len(settings["variants"]), emit=emit)
+    else:
+        run(path, emit)
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -22,9 +22,11 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "Emit",
     "EvaluationResult",
     "UnusableEvaluator",
     "evaluate",
+    "evaluate_variants",
     "load_evaluator",
     "provide_openevolve",
 ]
@@ -84,6 +86,20 @@ def evaluate(
         emit({"done": True, "unsupported": note()})
     except BaseException as error:  # noqa: BLE001 (the candidate's own code, `sys.exit` included)
         emit(_describe(error) | {"unsupported": note()})
+
+
+def evaluate_variants(run: Callable[[int, Emit], None], count: int, *, emit: Emit) -> None:
+    """Run each variant and emit all their lines, without artifacts, as one artifact."""
+    emit({"begin": "evaluation"})
+    results = []
+    for number in range(count):
+        lines: list[dict[str, Any]] = []
+        run(number, lines.append)
+        results.append(
+            [line | {"artifacts": {}} if "artifacts" in line else line for line in lines]
+        )
+    _emit_measured("evaluation", {}, {"variants": results}, emit)
+    emit({"done": True, "unsupported": ""})
 
 
 def _cascade(functions: dict[str, Any], program: str, thresholds: list[float], emit: Emit) -> None:

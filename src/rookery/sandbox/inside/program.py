@@ -58,7 +58,7 @@ class Export:
 class _Process:
     """The program's objects that the evaluator references by number, and its call sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, reseed: Callable[[int], None]) -> None:
         self._things: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -76,6 +76,7 @@ class _Process:
             "await": lambda thing: asyncio.run(_wait(thing)),
             "call": lambda thing, args, options: thing(*args, **options),
             "seed": lambda name, args: _seed(name, args),
+            "reseed": reseed,
         }
 
     def find(self, number: int) -> Any:
@@ -178,10 +179,10 @@ class _Process:
         send(channel, data)
 
 
-def serve_program(control: socket.socket) -> None:
-    """Serve the evaluator's process until it ends. Never returns."""
+def serve_program(control: socket.socket, reseed: Callable[[int], None]) -> None:
+    """Serve the evaluator's process until it ends. Never returns. `reseed` seeds all generators."""
     global _PROCESS
-    _PROCESS = _Process()
+    _PROCESS = _Process(reseed)
     main: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
     threading.Thread(target=_PROCESS.accept, args=(control, main), daemon=True).start()
     while True:
@@ -297,4 +298,4 @@ def _seed(name: str, args: tuple[Any, ...]) -> None:
     importlib.import_module(name).seed(*args)
 
 
-_PROCESS = _Process()
+_PROCESS = _Process(lambda _: None)

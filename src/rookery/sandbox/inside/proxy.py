@@ -81,6 +81,11 @@ class ProgramProxy:
         """Queue a seed that the evaluator set, for the program's generators too."""
         self._seeds.append((module, args))
 
+    def reseed(self, seed: int) -> None:
+        """Seed the program's generators as at its start."""
+        self._seeds.clear()
+        self.request("reseed", seed)
+
     def refuse(self, what: str) -> NoReturn:
         self.unsupported = self.unsupported or what
         raise _Refused(

@@ -1,4 +1,4 @@
-"""Tuning of a program's numbers without a model (`rookery.tune`).
+"""The numbers in a program, and a search for better ones.
 
     constants = lift_constants(code)                  # the numbers of its EVOLVE blocks
     write_constants(code, constants, [0.31, 12.0])    # the same program with other numbers
@@ -22,7 +22,15 @@ from rookery.search.candidate import Fitness
 from rookery.search.es import Cmaes, CmaesConfig, Point
 from rookery.seeding import stream
 
-__all__ = ["TUNE", "Constant", "NumberSearch", "lift_constants", "write_constants"]
+__all__ = [
+    "MAX_CONSTANTS",
+    "TUNE",
+    "Constant",
+    "NumberSearch",
+    "lift_constants",
+    "open_lines",
+    "write_constants",
+]
 
 TUNE = "tune"
 """Operator name of a tuning's plan."""
@@ -34,11 +42,14 @@ SMALLEST_SIZE = 0.1
 STRUCTURAL = frozenset({0, 1, 2})
 """Whole numbers that define structure rather than quantity."""
 DIGITS = 9
-FEW_POINTS, FEW_P = 4, 0.35
-"""Sparse phase: programs per generation, and the geometric distribution of changed numbers."""
-FEW_PER_NUMBER, FEW_MORE = 8, 20
+FEW_POINTS, MOST_POINTS, PER_POINT = 4, 16, 40
+"""Sparse phase: programs per generation, at first and at most, and the evaluations that raise it by
+one. Small generations learn from every answer, large ones share a job."""
+FEW_P = 0.35
+"""Geometric distribution of the changed numbers of a program."""
+FEW_PER_NUMBER, FEW_MORE = 40, 20
 """Evaluations of a sparse phase: per number, and in addition."""
-CMAES_PER_NUMBER = 60
+CMAES_PER_NUMBER = 20
 """Evaluations per number without improvement that end a phase of CMA-ES."""
 FIRST_SIGMA, MOST_HALVINGS = 0.25, 5
 """Step size of the first CMA-ES phase, halved for each later one up to this many times."""
@@ -81,7 +92,7 @@ def lift_constants(code: str) -> tuple[Constant, ...]:
     except (SyntaxError, ValueError, RecursionError):
         return ()
     starts = _line_starts(code)
-    lines = _open_lines(code)
+    lines = open_lines(code)
     constants = [
         _constant(node, starts) for node in _numbers(tree) if lines is None or node.lineno in lines
     ]
@@ -114,8 +125,9 @@ class NumberSearch:
         """Evaluations left in this phase."""
         self._cmaes: Cmaes | None = None
         self._num_cmaes = 0
-        self._num_told = 0
+        self._num_told = self._num_scores = 0
         self._points: tuple[Point, ...] = ()
+        self._joined: Point = ()
         if len(constants) < FEWEST:
             self._begin_cmaes(sigma=1.0)
 
@@ -135,6 +147,7 @@ class NumberSearch:
         values = [-math.inf if score is None else score for score in scores]
         best = max(values)
         is_better = best > self._score
+        joined = () if self._cmaes else self._join(values)
         if best >= self._score and math.isfinite(best):
             self._score, self._best = best, self._points[values.index(best)]
         if self._cmaes:
@@ -144,8 +157,9 @@ class NumberSearch:
         else:
             self._few_s *= WIDER if is_better else NARROWER
             self._few_s = min(WIDEST, max(NARROWEST, self._few_s))
-        self._points, self._num_told = (), self._num_told + 1
+        self._points, self._joined, self._num_told = (), joined, self._num_told + 1
         self._num_left -= len(scores)
+        self._num_scores += len(scores)
         if self._num_left <= 0 or (self._cmaes and self._cmaes.sigma < NARROWEST):
             self._switch_phase()
 
@@ -164,10 +178,22 @@ class NumberSearch:
         self._cmaes = Cmaes(config, seed=seed, start=self._best)
         self._num_left = CMAES_PER_NUMBER * len(self._best)
 
+    def _join(self, values: Sequence[float]) -> Point:
+        """Return a point with all changes of this generation that were better, the best first, as
+        far as they change different numbers; () if that is one."""
+        order = sorted(range(len(values)), key=lambda place: -values[place])
+        better = [self._points[place] for place in order if values[place] > self._score]
+        old, joined = np.array(self._best), np.array(self._best)
+        for point in map(np.array, better):
+            if not np.any((point != old) & (joined != old)):
+                joined += point - old
+        return tuple(joined.tolist()) if len(better) > 1 else ()
+
     def _change_sparsely(self) -> tuple[Point, ...]:
         rng = stream(self._seed, "few", self._num_told)
-        points = []
-        for _ in range(FEW_POINTS):
+        points = [self._joined] if self._joined else []
+        num_points = min(MOST_POINTS, FEW_POINTS + self._num_scores // PER_POINT)
+        while len(points) < num_points:
             point = np.array(self._best)
             count = min(len(self._constants), int(rng.geometric(FEW_P)))
             places = rng.choice(len(self._constants), count, replace=False)
@@ -217,7 +243,7 @@ def _line_starts(code: str) -> list[int]:
     return starts
 
 
-def _open_lines(code: str) -> set[int] | None:
+def open_lines(code: str) -> set[int] | None:
     """Return the line numbers inside EVOLVE blocks, or None for all lines."""
     blocks = () if find_marker_problem(code) else evolve_blocks(code)
     # Marker lines count from 0, lines of `ast` from 1.

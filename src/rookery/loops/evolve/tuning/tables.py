@@ -1,0 +1,178 @@
+"""Functions of a program, written out as the numbers that they return.
+
+    names = find_functions(code)              # they compute, take nothing, and others call them
+    text = add_reports(code, names)           # the program, which also prints what they return
+    tables = read_reports(output, code, names)          # {"layout": "[(0.5, 0.5), (0.2, 0.8)]"}
+    write_tables(code, tables)                # def layout(): return [(0.5, 0.5), (0.2, 0.8)]
+
+The numbers can then be tuned one by one. A function that nothing in the program calls is left as it
+is: it is what the evaluator asks for.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+
+from rookery.loops.evolve.tuning.constants import MAX_CONSTANTS, open_lines
+
+__all__ = ["add_reports", "find_functions", "read_reports", "write_tables"]
+
+MARK = "rookery-table"
+MAX_CHARS = 6000
+"""Limit of one table's text: the end of a program's output that is kept has 8192 bytes."""
+REPORTER = """
+def _rookery_report(function):
+    def plain(value):
+        if type(value).__name__ == "ndarray":
+            return f"{ARRAY}({plain(value.tolist())})"
+        if isinstance(value, (list, tuple)):
+            text = ", ".join(map(plain, value))
+            if isinstance(value, list):
+                return f"[{text}]"
+            return f"({text},)" if len(value) == 1 else f"({text})"
+        if isinstance(value, bool):
+            return "bool"
+        return repr(int(value)) if isinstance(value, int) else repr(float(f"{float(value):.9g}"))
+
+    told = []
+
+    def reporting():
+        value = function()
+        try:
+            text = plain(value)
+        except (TypeError, ValueError, RecursionError):
+            text = "other"
+        if text not in told and len(told) < 2:
+            told.append(text)
+            print(f"\\nMARK {function.__name__} {text[:LIMIT]}", flush=True)
+        return value
+
+    return reporting
+
+
+"""
+"""Prints what a function returns, and once more if another call returns something else."""
+
+
+def find_functions(code: str) -> tuple[str, ...]:
+    """Find the functions that can be written out: without arguments, in the open blocks, called by
+    another function, and calling none of these themselves."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    lines = open_lines(code)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = {name: _calls(node) for name, node in functions.items()}
+    called = {each for name, names in calls.items() for each in names if each != name}
+    candidates = {
+        name
+        for name, node in functions.items()
+        if name in called
+        and _computes_alone(node, code)
+        and (lines is None or {node.lineno, node.end_lineno} <= lines)
+    }
+    return tuple(name for name in functions if name in candidates and not calls[name] & candidates)
+
+
+def add_reports(code: str, names: Sequence[str]) -> str:
+    """Return the program with prints of what these functions return."""
+    lines = _split(code)
+    starts = sorted(_function(code, name).lineno - 1 for name in names)
+    for start in reversed(starts):
+        lines.insert(start, "@_rookery_report\n")
+    reporter = REPORTER.replace("MARK", MARK).replace("LIMIT", str(MAX_CHARS))
+    lines.insert(starts[0], reporter.replace("{ARRAY}", _array(code)))
+    return "".join(lines)
+
+
+def read_reports(output: str, code: str, names: Sequence[str]) -> dict[str, str]:
+    """Read the tables: of functions that returned numbers, in every call the same ones."""
+    reports: dict[str, list[str]] = {name: [] for name in names}
+    for line in output.splitlines():
+        mark, _, report = line.partition(" ")
+        name, _, text = report.partition(" ")
+        if mark == MARK and name in reports:
+            reports[name].append(text)
+    return {
+        name: texts[0]
+        for name, texts in reports.items()
+        if len(texts) == 1 and _is_table(texts[0], array=_array(code))
+    }
+
+
+def write_tables(code: str, tables: Mapping[str, str]) -> str:
+    """Replace the bodies of functions by their tables. Docstrings stay."""
+    lines = _split(code)
+    order = sorted(tables, key=lambda name: _function(code, name).lineno, reverse=True)
+    for name in order:
+        node = _function(code, name)
+        first = _body(node)[0]
+        indent = " " * first.col_offset
+        text = (
+            tables[name].replace("), (", f"),\n{indent}    (").replace("], [", f"],\n{indent}    [")
+        )
+        lines[first.lineno - 1 : node.end_lineno] = [f"{indent}return {text}\n"]
+    return "".join(lines)
+
+
+def _function(code: str, name: str) -> ast.FunctionDef:
+    """Return the last definition of this name, which is the one that counts."""
+    nodes = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    return next(node for node in reversed(nodes) if node.name == name)
+
+
+def _calls(function: ast.FunctionDef) -> set[str]:
+    return {
+        node.func.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+
+def _body(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return the statements after the docstring."""
+    has_docstring = ast.get_docstring(function, clean=False) is not None
+    return function.body[1 if has_docstring else 0 :]
+
+
+def _computes_alone(function: ast.FunctionDef, code: str) -> bool:
+    """Return True for a plain function without arguments that is not a table already."""
+    body = _body(function)
+    if ast.unparse(function.args) or function.decorator_list or not body:
+        return False
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function)):
+        return False
+    first = body[0]
+    begins_line = not _split(code)[first.lineno - 1].encode()[: first.col_offset].strip()
+    text = ast.unparse(first.value) if isinstance(first, ast.Return) and first.value else ""
+    return begins_line and not _is_table(text, array=_array(code))
+
+
+def _split(code: str) -> list[str]:
+    """Split into lines as Python does."""
+    return [line.decode() for line in code.encode().splitlines(keepends=True)]
+
+
+def _array(code: str) -> str:
+    """Return how the program calls `numpy.array`, or an empty text if it has no numpy."""
+    for node in ast.parse(code).body:
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if alias.name == "numpy":
+                return f"{alias.asname or alias.name}.array"
+    return ""
+
+
+def _is_table(text: str, *, array: str) -> bool:
+    """Return True for lists, tuples and arrays of finite numbers, few enough to be tuned."""
+    try:
+        tree = ast.parse(text.replace(f"{array}(", "(") if array else text, mode="eval")
+        nodes = list(ast.walk(tree.body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    allowed = (ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub, ast.Load)
+    numbers = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return (
+        all(isinstance(node, allowed) for node in nodes)
+        and 0 < len(numbers) <= MAX_CONSTANTS
+        and all(type(number) in (int, float) for number in numbers)
+    )
