@@ -1,12 +1,15 @@
 """Scores a search by the values that it reaches on functions with many local minima.
 
-The lowest value of each is 0, at a random point.
+The lowest value of each is 0, at a random point. The program has random numbers of its own, from
+`random` and from numpy, the same in each evaluation.
 """
 
 import math
 import random
 import runpy
 from collections.abc import Callable
+
+import numpy as np
 
 NUM_FUNCTIONS = 20
 NUM_CALLS = 100
@@ -19,7 +22,7 @@ class TooManyCalls(ValueError):
 
 def make_function(number: int) -> Callable[[float, float], float]:
     """Make a bowl with ripples around a random point."""
-    rng = random.Random(number)
+    rng = random.Random(f"function {number}")
     a, b = rng.uniform(-3.5, 3.5), rng.uniform(-3.5, 3.5)
 
     def function(x: float, y: float) -> float:
@@ -40,7 +43,8 @@ def lowest_found(search: Callable[..., tuple[float, float]], number: int) -> flo
             raise TooManyCalls(f"more than {NUM_CALLS} calls")
         return function(x, y)
 
-    random.seed(number)
+    random.seed(f"program {number}")
+    np.random.seed(number)
     x, y = search(counted, LOW, HIGH, NUM_CALLS)
     if not (LOW <= x <= HIGH and LOW <= y <= HIGH):
         raise ValueError(f"the point ({x}, {y}) is outside of the square")
