@@ -350,6 +350,7 @@ async def test_servers_get_the_share_of_the_gpu_that_the_trainer_leaves(
         ({}, {}, 16, 1),
         ({"servers_per_gpu": 3}, {}, 40, 3),
         ({"replicas": 1}, {}, 40, 1),
+        ({"replicas": 1, "servers_per_gpu": 2}, {}, 40, 2),
         ({}, {"bridge": "slot"}, 40, 1),
     ],
 )
@@ -375,6 +376,8 @@ def test_a_small_policy_is_served_twice_if_the_gpu_has_room(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(grpo_setup, "trainer_place", lambda _: ("cuda", "bfloat16"))
     monkeypatch.setattr(grpo_plan, "_memory", lambda _: gib * 2**30)
-    settings = grpo_plan.plan_servers(config, read_setup(config))
+    setup = read_setup(config)
+    assert setup.bridge is not None and setup.bridge.is_merged == (config.bridge == "auto")
+    settings = grpo_plan.plan_servers(config, setup)
     assert settings["servers_per_gpu"] == num
     assert 0.5 < float(str(settings["gpu_memory_utilization"])) < 0.95

@@ -169,7 +169,7 @@ def _find_place(engine: AnyEngineConfig) -> Place:
     launch = launch_of(engine)
     if launch is None or device == "cpu" or launch.is_on_cpu or launch.spare_gpus:
         return Place(device=device, dtype=dtype)
-    has_all = num_replicas(launch) == launch.per_gpu and gpus_each(launch) == 1
+    has_all = num_replicas(launch) <= launch.per_gpu and gpus_each(launch) == 1
     return Place(device=device, dtype=dtype, has_servers=True, has_all_servers=has_all)
 
 
