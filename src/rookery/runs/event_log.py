@@ -71,6 +71,8 @@ CREATE UNIQUE INDEX event_keys ON events (kind, key) WHERE key <> '';
 PAGE_ROWS = 256
 """Rows per page of events: one long read would keep the write-ahead log from shrinking."""
 FIELD_ROWS = 4096
+KEYS = 512
+"""Keys per query: SQLite before 3.32 takes at most 999 values."""
 COLUMNS = "seq, kind, key, payload, time_s"
 CLIP = 400
 """Characters of a payload in a list of events."""
@@ -164,8 +166,8 @@ class EventView:
     def find(self, kind: str, keys: Sequence[str]) -> dict[str, Event]:
         """Return the events appended under any of these keys, by key. Cheaper than `get` each."""
         found: dict[str, Event] = {}
-        for first in range(0, len(keys), FIELD_ROWS):
-            page = keys[first : first + FIELD_ROWS]
+        for first in range(0, len(keys), KEYS):
+            page = keys[first : first + KEYS]
             test = f"kind = ? AND key IN ({', '.join('?' * len(page))}) AND key <> ''"
             query = f"SELECT {COLUMNS} FROM events WHERE {test}"
             events = (read_event(row, self._path) for row in self._fetch(query, kind, *page))

@@ -251,6 +251,9 @@ def test_a_server_gets_what_the_trainer_leaves_of_its_gpu() -> None:
     much = [grpo_plan.MemoryRow(name="masters", num_bytes=90 * gib, note="")]
     row = grpo_plan.server_row(own, 14 * gib, total=100 * gib, beside=much)
     assert row.num_bytes == 15 * gib and not row.remedy, "it must at least hold its weights"
+    several = own.model_copy(update={"servers_per_gpu": 3})
+    row = grpo_plan.server_row(several, 14 * gib, total=100 * gib, beside=much)
+    assert row.num_bytes == 45 * gib and row.note.endswith("3 times"), "each has its own weights"
     given = own.model_copy(update={"gpu_memory_utilization": 0.3})
     row = grpo_plan.server_row(given, 14 * gib, total=100 * gib, beside=much)
     assert row.num_bytes == 30 * gib and "gpu_memory_utilization" in row.remedy

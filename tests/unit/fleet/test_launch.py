@@ -268,6 +268,8 @@ def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
         ({"env": {"VLLM_API_KEY": "x"}}, r"env holds VLLM_API_KEY.*launch\.api_key"),
         ({"env": {"VLLM_SERVER_DEV_MODE": "1"}}, "env holds VLLM_SERVER_DEV_MODE"),
         ({"dtype": "float32", "device": "cuda"}, "dtype: bfloat16 .*max_loras: 0"),
+        ({"servers_per_gpu": 2, "tensor_parallel": 2}, "each server takes 2 GPUs"),
+        ({"servers_per_gpu": 2, "placement": "ray", "replicas": 2}, "leave servers_per_gpu out"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(given: dict[str, object], said: str) -> None:

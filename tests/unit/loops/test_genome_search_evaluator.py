@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -199,10 +200,39 @@ async def test_members_are_asked_while_others_are_prepared_and_read_nothing(
         raise AssertionError("the run is read")
 
     monkeypatch.setattr(run, "get", refuse)
-    members = [replace(make("first"), name=f"m{i}") for i in range(100)]
+    members = {f"m{i}": partial(replace, make("first"), name=f"m{i}") for i in range(100)}
     measured = await search.measure_members(members, [task.id for task in TASKS])
-    assert list(measured) == [member.name for member in members]
+    assert list(measured) == list(members)
     assert num_loaded[0] < 20 and num_loaded[-1] == 100 and not adapters.loaded
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_a_member_is_forgotten_once_the_engine_has_it(run: Run, is_remote: bool) -> None:
+    """An engine that reads its numbers makes them, and they stay with the member."""
+    made: list[weakref.ref[Numbers]] = []
+
+    def make_member(name: str) -> Adapter:
+        numbers = Numbers(make("first").factors)
+        made.append(weakref.ref(numbers))
+        return replace(make("first"), name=name, factors=numbers)
+
+    def check(_: Sequence[str]) -> None:
+        assert made and not any(reference() for reference in made)
+
+    search = open_search(Asked(on_ask=check), run, adapters=Forgetful(), is_remote=is_remote)
+    members = {f"m{i}": partial(make_member, f"m{i}") for i in range(20)}
+    assert len(await search.measure_members(members, [TASKS[0].id])) == len(made) == 20
+
+
+class Numbers(dict[str, LoraFactors]):
+    """Factors of which one sees when they are gone."""
+
+
+class Forgetful(FakeAdapters):
+    """Copies the numbers of an adapter into its slots."""
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        return await super().load(replace(adapter, factors=dict(adapter.factors)))
 
 
 async def test_a_member_that_could_not_be_loaded_is_not_tried_again(run: Run) -> None:
@@ -212,7 +242,7 @@ async def test_a_member_that_could_not_be_loaded_is_not_tried_again(run: Run) ->
 
     for adapters in (Full(), FakeAdapters()):
         search = open_search(Asked(), run, adapters=adapters, is_remote=True)
-        measured = await search.measure_members([make("first")], [TASKS[0].id])
+        measured = await search.measure_members({"first": partial(make, "first")}, [TASKS[0].id])
         assert measured["first"].error == "No place is left." and not adapters.num_loads
 
 

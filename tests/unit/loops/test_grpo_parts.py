@@ -503,10 +503,10 @@ async def test_checkpoints_are_compared_on_the_tasks_that_both_answered(
 async def test_gradients_begin_so_that_they_end_with_the_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, lead = [0.0], Lead()
+    now, lead, apart = [0.0], Lead(), Lead(can_wait=False)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
-    async def step(*, gradients_s: float, draw_s: float) -> None:
+    async def step(*, gradients_s: float, draw_s: float, lead: Lead = lead) -> None:
         drawn = asyncio.Event()
         drawing = asyncio.create_task(drawn.wait())
         lead_s, lead.seconds = lead.seconds, 0.0
@@ -522,6 +522,8 @@ async def test_gradients_begin_so_that_they_end_with_the_draw(
 
     await step(gradients_s=3, draw_s=5)
     assert lead.seconds == 1
+    await step(gradients_s=3, draw_s=5, lead=apart)
+    assert apart.seconds == 0
     await step(gradients_s=4, draw_s=4.5)
     assert lead.seconds == 1.25
     await step(gradients_s=5, draw_s=4.5)

@@ -183,7 +183,9 @@ def _quick_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
         return None
     total, weights = _memory(setup.place.device), _file_bytes(setup)
     left = (1 - CUDA_PART - PASS_PART) * total - ADAPTER_COPIES * weights
-    return left / total if left > 2 * (weights + LEAST_CACHE) else None
+    launch = launch_of(setup.engine)
+    assert launch is not None, "servers are started here"
+    return left / total if left > 2 * launch.per_gpu * (weights + LEAST_CACHE) else None
 
 
 def _file_bytes(setup: GrpoSetup) -> int:
@@ -326,7 +328,7 @@ def _server_rows(
 def server_row(
     launch: LaunchConfig, weights: int, *, total: int, beside: Sequence[MemoryRow]
 ) -> MemoryRow:
-    """Return the memory of a server on a GPU with `total` bytes, `beside` the rows of a trainer."""
+    """Return the memory of servers on a GPU with `total` bytes, `beside` the rows of a trainer."""
     if launch.gpu_memory_utilization is not None:
         return MemoryRow(
             SERVER,
@@ -335,8 +337,11 @@ def server_row(
             "lower engine.launch.gpu_memory_utilization",
         )
     left = int((1 - CUDA_PART) * total) - sum(row.num_bytes for row in beside)
-    num_bytes = min(int(GPU_SHARE * total), max(left, weights + LEAST_CACHE))
+    least = launch.per_gpu * (weights + LEAST_CACHE)
+    num_bytes = min(int(GPU_SHARE * total), max(left, least))
     note = "what the trainer leaves; weights and 1 GiB for keys and values at least"
+    if launch.per_gpu > 1:
+        note = f"{note}, {launch.per_gpu} times"
     return MemoryRow(SERVER, num_bytes, note)
 
 

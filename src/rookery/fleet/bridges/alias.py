@@ -282,7 +282,7 @@ if TYPE_CHECKING:
 
 # The `merge` bridge: adds an adapter in training to the weights that a server computes with.
 #
-#     bridge = MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=read)
+#     bridge = MergeBridge(fleet, shared, base=base, canary=canary, logprobs=read)
 #     ref = await bridge.publish(adapter)         # the base model is W + scale * B A from here on
 #
 # The servers have one policy and no others, so no kernels for several adapters are needed. Sums are

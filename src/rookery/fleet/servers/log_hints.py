@@ -63,7 +63,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"max_lora_rank|max_loras.*must|max_cpu_loras",
-        "Set launch.max_lora_rank to one of 8, 16, 32, 64, 128, 256, 320, 512 and "
+        "Set launch.max_lora_rank to one of 1, 8, 16, 32, 64, 128, 256, 320, 512 and "
         "launch.max_cpu_loras to at least launch.max_loras.",
     ),
     (

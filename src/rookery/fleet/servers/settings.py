@@ -191,6 +191,13 @@ class LaunchConfig(Config):
                 f"servers_per_gpu is {self.per_gpu} and placement is ray, which gives each server "
                 "GPUs of its own: leave servers_per_gpu out."
             )
+        if self.per_gpu > 1 and gpus_each(self) > 1:
+            # Their workers would wait for each other's turns (vllm_plugin/shared_gpu.py).
+            raise ValueError(
+                f"servers_per_gpu is {self.per_gpu} and each server takes {gpus_each(self)} GPUs "
+                "(tensor_parallel x pipeline_parallel x data_parallel): servers that share a GPU "
+                "have no other. Leave servers_per_gpu out, or give each server one GPU."
+            )
         if self.dtype == "float32" and self.max_loras and not self.is_on_cpu:
             raise ValueError(
                 f"dtype is float32 and max_loras is {self.max_loras}; on a GPU vLLM computes "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker import gpu_worker
@@ -21,14 +21,23 @@ __all__ = ["Worker"]
 class Worker(gpu_worker.Worker):  # type: ignore[misc]
     """A worker that waits for its turn to take memory."""
 
+    init_snapshot: Any
+    _turn: TextIO | None = None
+
     def determine_available_memory(self) -> int:
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        self._turn = Path(__file__).with_name(f"gpu-{gpus}.lock").open("w")
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("/", "-")  # MIG-GPU-.../1/0
+        self._turn = Path(__file__).with_name(f"gpu-{gpu}.lock").open("w")
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         # What others took since this worker began is not part of its trial pass.
-        self.init_snapshot = MemorySnapshot(device=self.device)
+        began, now = self.init_snapshot, MemorySnapshot(device=self.device)
+        # Its own weights are: vLLM 0.32 finds them as free memory that is gone since `began`.
+        now.free_memory += now.torch_memory - began.torch_memory
+        self.init_snapshot = now
         return int(super().determine_available_memory())
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        self._turn.close()
+        if self._turn is not None:  # None for a model without keys and values
+            # Closing is not enough: a child that was forked meanwhile has the file too.
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            self._turn.close()

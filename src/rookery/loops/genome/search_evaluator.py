@@ -114,27 +114,27 @@ class CandidateLoader:
 
     @asynccontextmanager
     async def load(
-        self, makers: Mapping[str, Adapter | Callable[[], Adapter]], *, phase: str
+        self, makers: Mapping[str, Callable[[], Adapter]], *, phase: str, are_members: bool = False
     ) -> AsyncIterator[Arrivals]:
-        """Make and load the candidates in order, while the block runs. An adapter instead of a
-        function is a member of a population, and no candidate.
+        """Make and load the candidates in order, while the block runs. With `are_members` they are
+        members of a population, named by seeds: no candidates, and made at once.
 
         `phase` (search, select, report) separates a candidate's failures at different times.
         """
 
-        async def bring(name: str, make: Adapter | Callable[[], Adapter]) -> ModelRef | LoadFailure:
+        async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
             key = f"{phase}/{name}"
             if key in self._failures:
                 return self._failures[key]
             version = None
             try:
-                if isinstance(make, Adapter):
-                    adapter = make
+                if are_members:
+                    adapter = _make(name, make)
                 else:
                     async with self._making:
                         adapter = await asyncio.to_thread(_make, name, make)
                 version = adapter.version
-                if phase == "search" and adapter is not make:  # before it gets any request
+                if phase == "search" and not are_members:  # before it gets any request
                     check_repeated(self._run, "candidate", name, {"version": version})
                 return await self._adapters.load(adapter)
             except (EngineDownError, FleetDownError):
@@ -314,22 +314,24 @@ class SearchEvaluator:
             )
 
     async def measure_members(
-        self, members: Sequence[Adapter], tasks: Sequence[str]
+        self, members: Mapping[str, Callable[[], Adapter]], tasks: Sequence[str]
     ) -> dict[str, Measured]:
         """Measure population members on the same tasks, without a race. They are not candidates:
         they serve only to compute the next centre."""
-        names = [member.name for member in members]
+        names = list(members)
         size = 1 if self._is_remote else COHORT
         places = asyncio.Semaphore(max(1, MEMBER_ANSWERS // len(tasks)) if self._is_remote else 1)
 
-        async def ask(group: Sequence[Adapter]) -> None:
-            named = {member.name: member for member in group}
-            async with places, self._loader.load(named, phase="search") as arrivals:
-                await self._ask_batch(list(named), tasks, arrivals)
+        async def ask(group: Sequence[str]) -> None:
+            # Functions, not members: a member that an engine has read keeps all its numbers.
+            makers = {name: members[name] for name in group}
+            loading = self._loader.load(makers, phase="search", are_members=True)
+            async with places, loading as arrivals:
+                await self._ask_batch(group, tasks, arrivals)
 
         async with task_group() as group:
-            for first in range(0, len(members), size):
-                group.create_task(ask(members[first : first + size]))
+            for first in range(0, len(names), size):
+                group.create_task(ask(names[first : first + size]))
                 # Others go on: the first are asked before all are prepared.
                 await asyncio.sleep(0)
         self.num_members += len(names)

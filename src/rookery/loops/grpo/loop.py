@@ -14,8 +14,8 @@
     staleness 0     draw 0 | gradients 0 | step 0 | draw 1      | gradients 1 | step 1 | ...
     staleness 1     draw 0 | gradients 0 | step 0 | gradients 1 | step 1 | ...
                            | draw 1      |        | draw 2      |        |
-                    draw k + 1 uses the weights before step k, always; the gradients wait so
-                    that they end with the draw
+                    draw k + 1 uses the weights before step k, always; on the engine's device
+                    the gradients wait so that they end with the draw
 
 | stage   | consumes                 | produces            | waits for                     |
 |---------|--------------------------|---------------------|-------------------------------|
@@ -93,6 +93,8 @@ class GrpoInputs:
     evaluator: Evaluator
     decode: Callable[[TokenIds], str] | None = None
     """Detokenizer, used to show answers token by token."""
+    has_engine_beside: bool = False
+    """True if engine and trainer compute on one device: they slow each other."""
 
 
 async def train_policy(
@@ -122,6 +124,7 @@ class Parts:
     selection: Selection
     log: StepLog
     budget: Budget
+    has_engine_beside: bool
 
     @property
     def trained(self) -> SavedWeights:
@@ -161,6 +164,7 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
         ),
         log=StepLog(run, observer=observer, decode=inputs.decode),
         budget=Budget(config.budget, run),
+        has_engine_beside=inputs.has_engine_beside,
     )
 
 
@@ -188,7 +192,7 @@ async def train(parts: Parts) -> None:
     spending = _Spending(parts, first)
     if first == config.steps or not await spending.has_room(first):
         return
-    seconds, lead = _Seconds(), Lead()
+    seconds, lead = _Seconds(), Lead(can_wait=parts.has_engine_beside)
     with seconds.spent_on("draw"):
         batch = await source.batch(first, policy=policy)
     for step in range(first, config.steps):
@@ -270,12 +274,14 @@ async def _train_and_draw(
 
 
 class Lead:
-    """The time that a draw has before the gradients beside it begin. A draw is fastest while all
-    its answers are in progress, and leaves the GPU idle towards its end. So both should end
-    together: if the gradients ended first, they begin later in the next step."""
+    """The time that a draw has before the gradients beside it begin. On one GPU, a draw is fastest
+    while all its answers are in progress, and leaves the GPU idle towards its end. So both should
+    end together: if the gradients ended first, they begin later in the next step. A trainer with a
+    device of its own cannot wait: it would end late whenever a draw is shorter than the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_wait: bool = True) -> None:
         self.seconds = 0.0
+        self._can_wait = can_wait
         self._gradients_end_s = self._draw_end_s = 0.0
 
     async def begin(self, drawing: asyncio.Task[Batch]) -> None:
@@ -289,7 +295,8 @@ class Lead:
     def adapt(self) -> None:
         """Choose the next lead. Call it when both have ended."""
         idle_s = self._draw_end_s - self._gradients_end_s
-        self.seconds = max(0.0, self.seconds + (idle_s / 2 if idle_s > 0 else idle_s))
+        if self._can_wait:
+            self.seconds = max(0.0, self.seconds + (idle_s / 2 if idle_s > 0 else idle_s))
 
     def _note_draw(self, _: object) -> None:
         self._draw_end_s = time.perf_counter()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
@@ -119,14 +120,14 @@ class StageContext:
             self.builder.plan([centre])
             seed = stream_seed(self.seed, "race", self.index, number)
             population = await asyncio.to_thread(self.builder.population, centre.id, rank=rank)
-            adapters = [
-                population.member(name, seed=noise.seed, amount=noise.amount)
+            makers = {
+                name: partial(population.member, name, seed=noise.seed, amount=noise.amount)
                 for name, noise in members.items()
-            ]
+            }
             at_centre, measured = await together(
                 [
                     self.search.measure([centre.id], rivals=[], seed=seed, keep=1),
-                    self.search.measure_members(adapters, tasks),
+                    self.search.measure_members(makers, tasks),
                 ]
             )
             self.search.put_last(at_centre)
