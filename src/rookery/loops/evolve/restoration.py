@@ -12,7 +12,7 @@ import builtins
 import symtable
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["restore_names"]
@@ -69,7 +69,12 @@ def _restore(code: str, parent: str) -> str:
         return code
     restored = [statements[place] for place in sorted(chosen)]
     own = {name for each in _statements(code) if not each.is_import for name in each.names}
-    late = [each for each in restored if _uses_at_once(each, restored) & own]
+    needed: dict[str, set[str]] = {}
+    for each in restored:
+        uses = _names(each.text)[1]
+        for name in each.names:
+            needed[name] = needed.get(name, set()) | uses
+    late = [each for each in restored if not each.is_import and _needs_at_once(each, needed) & own]
     imports_of_parent = [each.text for each in restored if each.is_import]
     early = [each.text for each in restored if not each.is_import and each not in late]
     lines = code.split("\n")
@@ -216,31 +221,30 @@ def _import_of(name: str, statements: Sequence[_Statement]) -> str:
     return f"from typing import {name}" if name in typing.__all__ else ""
 
 
-def _uses_at_once(statement: _Statement, restored: Sequence[_Statement]) -> set[str]:
+def _needs_at_once(statement: _Statement, needed: Mapping[str, set[str]]) -> set[str]:
     """Return the names that a statement needs as the program is loaded, with those that the
-    restored functions need which it may call."""
-    if statement.is_import:
-        return set()
-    needed: set[str] = set()
+    restored functions need which it may call. `needed` has the latter by the functions' names."""
+    needs: set[str] = set()
     missing = set(_names_at_once(statement.node))
     while missing:
-        needed |= missing
-        called = [each for each in restored if each.names & missing]
-        missing = {name for each in called for name in _names(each.text)[1]} - needed
-    return needed
+        needs |= missing
+        missing = {each for name in missing for each in needed.get(name, ())} - needs
+    return needs
 
 
-def _names_at_once(node: ast.AST) -> Iterator[str]:
+def _names_at_once(tree: ast.AST) -> Iterator[str]:
     """Return the names that are evaluated as the program is loaded: not those in functions."""
-    nodes: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        nodes = [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
-    elif isinstance(node, ast.Lambda):
-        nodes = [node.args]
-    for each in nodes:
-        yield from _names_at_once(each)
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
+        elif isinstance(node, ast.Lambda):
+            nodes.append(node.args)
+        else:
+            nodes += ast.iter_child_nodes(node)
 
 
 def _split_places(tree: ast.Module, lines: Sequence[str]) -> tuple[int, int, int]:

@@ -132,6 +132,12 @@ def test_what_an_evaluator_gives_and_imports_in_time_stay(answer: str) -> None:
     assert restore_names(answer, parent="def top(): return [signal, 1]") == answer
 
 
+def test_long_sums_and_chains_of_constants_are_restored() -> None:
+    parent = "import math\nx0 = math.pi\n" + "".join(f"x{i + 1} = x{i}\n" for i in range(800))
+    answer = "def top(): return [x800]\ny = " + " + ".join(["0.5"] * 900)
+    assert run(restore_names(answer, parent=parent))[0] > 3
+
+
 def test_marked_blocks_hold_what_is_restored() -> None:
     """The lines around them are not the model's."""
     parent = """import math
