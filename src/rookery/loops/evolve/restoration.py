@@ -56,13 +56,17 @@ def _restore(code: str, parent: str) -> str:
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     if any(functions & each.names for each in statements):
         used |= _entry_points(parent)
+    texts = {each.text for each in _statements(code)}
+    stars = "\n".join(
+        each.text for each in statements if "*" in each.names and each.text not in texts
+    )
     chosen: set[int] = set()
     imports: set[str] = set()
     missing, known = used - defined - _undefined(parent, statements), defined
     while missing:
         known |= missing
         places = {place for name in missing for place in _places(name, statements)} - chosen
-        imports |= {text for name in missing if (text := _import_of(name, statements))}
+        imports |= {text for name in missing if (text := _import_of(name, statements, stars))}
         chosen |= places
         missing = {name for place in places for name in _names(statements[place].text)[1]} - known
     if not chosen and not imports:
@@ -99,7 +103,8 @@ def _repeat_imports(code: str) -> str:
     bound = set(BUILT_IN)
     early: set[str] = set()
     for each in statements:
-        early |= set(_names_at_once(each.node)) - bound
+        if "*" not in bound:
+            early |= set(_names_at_once(each.node)) - bound
         bound |= each.names
     bound = set(BUILT_IN)
     repeated: list[str] = []
@@ -207,15 +212,15 @@ def _entry_points(code: str) -> set[str]:
     return {function.name for function in functions} - called
 
 
-def _import_of(name: str, statements: Sequence[_Statement]) -> str:
-    """Return an import for a name that no statement binds, or an empty text."""
+def _import_of(name: str, statements: Sequence[_Statement], stars: str) -> str:
+    """Return an import for a name that no statement binds, or an empty text. `stars` are the
+    parent's imports of all names that the program lacks."""
     if any(name in each.names for each in statements):
         return ""
     if name in KNOWN:
         return KNOWN[name]
-    stars = [each.text for each in statements if "*" in each.names]
     if stars:
-        return "\n".join(stars)
+        return stars
     if name in sys.stdlib_module_names:
         return f"import {name}"
     return f"from typing import {name}" if name in typing.__all__ else ""

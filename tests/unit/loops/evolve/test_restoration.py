@@ -125,11 +125,13 @@ def test_what_is_restored_can_run(parent: str, answer: str, value: list[float]) 
         "def top(): return [signal]",
         "import math\ndef top(): return [math.pi]\nimport os\nprint(os)",
         "total = sum([1])\nfrom numpy import sum",
+        "from math import *\nhalf = pi / 2\nfrom numpy import pi",
         "x = " + "-" * 5000 + "y",
     ],
 )
 def test_what_an_evaluator_gives_and_imports_in_time_stay(answer: str) -> None:
     assert restore_names(answer, parent="def top(): return [signal, 1]") == answer
+    assert restore_names(answer, parent=answer) == answer
 
 
 def test_long_sums_and_chains_of_constants_are_restored() -> None:
