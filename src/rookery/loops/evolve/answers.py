@@ -487,7 +487,7 @@ def _rewrite(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildPro
 def _restore(child: ChildProgram, parent: ProgramRecord, rules: AnswerRules) -> ChildProgram:
     if rules.is_prompt or rules.language != "python" or parent.files:
         return child
-    code = restore_names(child.code, parent=parent.code)
+    code = restore_names(child.code, parent=parent.code, in_block=rules.enforce_blocks)
     if code.strip() == parent.code.strip():
         raise AnswerError(FailureKind.NO_CHANGE, "The rewrite is identical to the parent program.")
     return replace(child, code=code)

@@ -37,20 +37,21 @@ class _Statement:
         return isinstance(self.node, ast.Import | ast.ImportFrom)
 
 
-def restore_names(code: str, *, parent: str) -> str:
+def restore_names(code: str, *, parent: str, in_block: bool = False) -> str:
     """Add what a Python program uses and does not define: the parent's imports, functions and
     constants, and modules of the standard library. Add the parent's functions that nothing in it
     calls too, for its evaluator does, if the program redefines any of the parent's. Repeat imports
-    on top that come after their first use."""
+    on top that come after their first use. With `in_block`, all of this goes into the first marked
+    block: the lines around are not the model's. Else it stays out of it, and is not tuned."""
     try:
-        restored = _repeat_imports(_restore(code, parent))
+        restored = _repeat_imports(_restore(code, parent, in_block), in_block)
         ast.parse(restored)
         return restored
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
 
 
-def _restore(code: str, parent: str) -> str:
+def _restore(code: str, parent: str, in_block: bool) -> str:
     tree, statements = ast.parse(code), _statements(parent)
     defined, used = _names(code)
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -82,7 +83,7 @@ def _restore(code: str, parent: str) -> str:
     imports_of_parent = [each.text for each in restored if each.is_import]
     early = [each.text for each in restored if not each.is_import and each not in late]
     lines = code.split("\n")
-    top, middle, end = _split_places(tree, lines)
+    top, middle, end = _split_places(tree, lines, in_block)
     return "\n".join(
         [
             *lines[:top],
@@ -96,7 +97,7 @@ def _restore(code: str, parent: str) -> str:
     )
 
 
-def _repeat_imports(code: str) -> str:
+def _repeat_imports(code: str, in_block: bool) -> str:
     """Repeat imports on top if a name is used before them, as the program is loaded."""
     tree = ast.parse(code)
     statements = _statements(code)
@@ -113,7 +114,7 @@ def _repeat_imports(code: str) -> str:
             repeated.append(each.text)
         bound |= each.names
     lines = code.split("\n")
-    top, _, _ = _split_places(tree, lines)
+    top, _, _ = _split_places(tree, lines, in_block)
     return "\n".join([*lines[:top], *repeated, *lines[top:]])
 
 
@@ -252,9 +253,9 @@ def _names_at_once(tree: ast.AST) -> Iterator[str]:
             nodes += ast.iter_child_nodes(node)
 
 
-def _split_places(tree: ast.Module, lines: Sequence[str]) -> tuple[int, int, int]:
+def _split_places(tree: ast.Module, lines: Sequence[str], in_block: bool) -> tuple[int, int, int]:
     """Return the numbers of lines above which restored imports, statements, and statements that
-    need the program's own go: in the first marked block if there is one, and below the imports."""
+    need the program's own go. Statements go below the imports."""
     top = middle = 0
     is_open = True
     for number, node in enumerate(tree.body):
@@ -266,6 +267,9 @@ def _split_places(tree: ast.Module, lines: Sequence[str]) -> tuple[int, int, int
         if is_open:
             middle = node.end_lineno or middle
     start, end = _first_block(tree, lines)
+    if start and not in_block:
+        middle = min(middle, start - 1)
+        start, end = 0, len(lines)
     top = max(top, start)
     guards = [
         node.lineno - 1

@@ -5,6 +5,7 @@ import pytest
 from rookery.loops.evolve.answers import AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.restoration import restore_names
+from rookery.loops.evolve.tuning import lift_constants
 
 PARENT = '''"""Numbers."""
 
@@ -161,6 +162,13 @@ if __name__ == "__main__":
     assert isinstance(child, ChildProgram) and run(child.code) == [0.5, 2]
     for part in (parent.split("# EVOLVE")[0], "# EVOLVE" + parent.split("# EVOLVE")[2]):
         assert part in child.code
+
+
+def test_what_is_restored_stays_out_of_blocks_that_are_not_enforced() -> None:
+    """A tuning changes the numbers in them."""
+    answer = "# EVOLVE-BLOCK-START\nimport math\ndef top(): return [y]\n# EVOLVE-BLOCK-END"
+    code = restore_names(answer, parent="y = 1.5\n")
+    assert run(code) == [1.5] and lift_constants(code) == ()
 
 
 def test_a_marker_of_the_parent_is_not_restored() -> None:
