@@ -148,7 +148,7 @@ def _name_of(alias: ast.alias) -> str:
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:
-    """Return the names that a statement binds. Of compound statements only `try` is read: it may
+    """Return the names that a statement binds. Reads no compound statement but `try`, which may
     hold imports."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
