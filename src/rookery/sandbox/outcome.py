@@ -146,12 +146,18 @@ def make_outcome(
     )
 
 
-def read_variants(outcome: EvaluationOutcome) -> list[Mapping[str, Metric] | None]:
-    """Return the metrics of each variant, None for a failed one; [] if they failed together."""
-    if outcome.failure is not None:
-        return []
+def read_variants(outcome: EvaluationOutcome, *, num: int) -> list[Mapping[str, Metric] | None]:
+    """Return the metrics of each of `num` variants, None for a failed one; [] if they failed
+    together, or if the result is no list of them: a program may have forged it."""
     variants: list[Mapping[str, Metric] | None] = []
-    for lines in json.loads(outcome.artifacts["variants"]):
+    try:
+        results = json.loads(outcome.artifacts.get("variants", ""))
+    except (ValueError, RecursionError):
+        return []
+    is_list = isinstance(results, list) and all(isinstance(lines, list) for lines in results)
+    if outcome.failure is not None or not is_list or len(results) != num:
+        return []
+    for lines in results:
         report = _read(b"\n".join(json.dumps(line).encode() for line in lines))
         is_valid = report.is_done and not report.failure and not _find_not_finite(report.metrics)
         variants.append(report.metrics if is_valid else None)

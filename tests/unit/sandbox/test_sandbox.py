@@ -174,7 +174,7 @@ async def test_variants_share_processes_and_begin_from_the_same_seed(sandbox: Sa
     broken = "raise ValueError"
     outcome = await sandbox.evaluate("", seed=7, variants=[*variants, broken])
     assert outcome.failure is None and outcome.metrics == {}
-    *rows, failed = read_variants(outcome)
+    *rows, failed = read_variants(outcome, num=4)
     assert failed is None
     known = [row for row in rows if row is not None]
     assert [row["n"] for row in known] == [0, 1, 2]
@@ -182,4 +182,34 @@ async def test_variants_share_processes_and_begin_from_the_same_seed(sandbox: Sa
     alone = await sandbox.evaluate(variants[1], seed=7)
     assert alone.metrics["x"] == known[1]["x"]
     ended = await sandbox.evaluate("", variants=[variants[0], "import os; os._exit(0)"])
-    assert ended.failure is not None and read_variants(ended) == []
+    assert ended.failure is not None and read_variants(ended, num=2) == []
+
+
+FORGE = """
+import os
+for number in range(3, 40):
+    try:
+        os.write(number, LINES)
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("artifacts", ["{}", '{"variants": {"text": "[3, 4]"}}', "[]"])
+async def test_a_forged_result_has_no_variants(sandbox: Sandbox, artifacts: str) -> None:
+    stage = f'{{"stage": "evaluation", "metrics": {{}}, "artifacts": {artifacts}}}'
+    lines = f'{{"begin": "evaluation"}}\n{stage}\n{{"done": true}}\n'.encode()
+    text = FORGE.replace("LINES", repr(lines))
+    outcome = await sandbox.evaluate("", variants=[text, text], isolate=False)
+    assert read_variants(outcome, num=2) == []
+
+
+async def test_a_variant_cannot_redirect_the_text_of_the_next(sandbox: Sandbox) -> None:
+    text = (
+        "import os\nif NUMBER == 0: os.symlink('kept', 'variant1.py'); open('kept', 'w').close()\n"
+    )
+    text += "metrics = {'size': os.path.getsize('kept')}"
+    variants = [text.replace("NUMBER", str(number)) for number in range(2)]
+    outcome = await sandbox.evaluate("", variants=variants)
+    assert [row and row["size"] for row in read_variants(outcome, num=2)] == [0, 0]

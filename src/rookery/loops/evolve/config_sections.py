@@ -246,8 +246,8 @@ class TuneConfig(Config):
     """Keep tuning for at least this many seconds of evaluations: for programs scored fast. Model
     calls begin at most `in_flight` iterations ahead of a tuning."""
     children: int = Field(default=0, ge=0)
-    """Evaluations to tune every other program before it counts: for programs that are scored fast.
-    A new idea with bad numbers then has a chance."""
+    """Evaluations to tune every other program before it counts: for programs that are scored fast,
+    and without `use_llm_feedback`. A new idea with bad numbers then has a chance."""
 
 
 class LearnConfig(Config):

@@ -188,6 +188,8 @@ SMALL_BYTES = 4096
 FAST_S = 0.2
 """Variants share a job if an evaluation takes less. Then a job takes a few seconds at most."""
 SMALLEST_S = 0.001
+MOST_FAILED = 2
+"""Failed shared jobs after which a tuning shares none: together programs need more memory, time."""
 FEWEST_TOGETHER = 4
 """Variants of a shared job, at least: half of its time is then the evaluations."""
 LANE = 2**24
@@ -207,6 +209,8 @@ class _Failed:
 
     failure: AttemptFailure
     error: str | None = None
+    seconds: float = 0.0
+    """Seconds of the evaluation, or spent on its workers if they failed."""
 
 
 @dataclass(slots=True)
@@ -275,12 +279,12 @@ class ProgramEvaluator:
         limit = TuneLimit(evaluations=num_tuning)
         score = self.score(evaluated.metrics)
         tuned, seconds = await self._tune(child, score, lease, limit)
+        seconds += evaluated.seconds
         if tuned is not child:
             again = await self._measure(tuned, lease=lease, best_score=best_score)
-            seconds += evaluated.seconds
+            seconds += again.seconds
             if again.failure is None and self._is_better(again, evaluated):
                 evaluated = replace(again, untuned_hash=child.code_hash)
-        seconds += evaluated.seconds
         return replace(evaluated, num_tuning=limit.num, seconds=seconds, num_lost=lease.num_lost)
 
     async def _measure(self, child: Child, *, lease: Lease, best_score: float | None) -> Evaluated:
@@ -331,7 +335,9 @@ class ProgramEvaluator:
         best = await tune(first, score=scorer.score, run=scorer.run, seed=seed, limit=limit)
         if best is first:
             return child, scorer.seconds
-        metadata = {**program.metadata, SOURCE: best.source} if best.source else program.metadata
+        # The oldest source: that of a later tuning has the tables of the one before.
+        source = {SOURCE: best.source} if best.source else {}
+        metadata = {**source, **program.metadata}
         tuned = replace(program, code=best.code, metadata=metadata)
         return await run_in_thread(make_child, tuned), scorer.seconds
 
@@ -401,14 +407,13 @@ class ProgramEvaluator:
 
     async def run(
         self, codes: Sequence[str], lease: Lease, *, lane: int = 0
-    ) -> EvaluationOutcome | None:
-        """Evaluate a variant, or several in one job. None if it failed; it is not tried again. Jobs
-        of one attempt run at the same time if their lanes differ."""
+    ) -> "EvaluationOutcome | _Failed":
+        """Evaluate a variant, or several in one job. If it fails, it is not tried again. Jobs of
+        one attempt run at the same time if their lanes differ."""
         variants = codes if len(codes) > 1 else ()
-        outcome = await self._run(
+        return await self._run(
             codes[0], lease, is_noted=False, most_tries=1, variants=variants, lane=lane
         )
-        return None if isinstance(outcome, _Failed) else outcome
 
     async def _run(
         self,
@@ -423,7 +428,7 @@ class ProgramEvaluator:
     ) -> "EvaluationOutcome | _Failed":
         """Return one valid outcome. Its seed follows from attempt, repetition and try, not the
         worker. With `is_noted` false, the lease becomes durable only after a lost worker."""
-        most_tries = most_tries or self._num_tries
+        began, most_tries = time.monotonic(), most_tries or self._num_tries
         num_tries = num_errors = 0
         while True:
             epoch = await lease.renew(is_noted=is_noted)
@@ -451,18 +456,21 @@ class ProgramEvaluator:
                     if outcome.failure is None:
                         return outcome
                     if outcome.failure.kind != "error" or num_tries >= most_tries:
-                        return _Failed(_failure(outcome), error=_error_of(outcome))
+                        failure, error = _failure(outcome), _error_of(outcome)
+                        return _Failed(failure, error=error, seconds=outcome.seconds)
                 case WorkerLost():
                     lease.num_lost += 1
                     is_noted = True
                     if lease.num_lost >= MAX_LOST:
                         message = f"{lease.num_lost} workers ended on it. {ended.reason}"
-                        return _Failed(AttemptFailure(kind="poison", message=message))
+                        failure = AttemptFailure(kind="poison", message=message)
+                        return _Failed(failure, seconds=time.monotonic() - began)
                 case JobFailed():
                     num_errors += 1
                     if num_errors >= MAX_ERRORS:
                         message = ended.error[-1000:]
-                        return _Failed(AttemptFailure(kind="evaluation", message=message))
+                        failure = AttemptFailure(kind="evaluation", message=message)
+                        return _Failed(failure, seconds=time.monotonic() - began)
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
@@ -488,12 +496,14 @@ class _VariantScorer:
         self._slowest_s = math.inf
         """Seconds of the slowest evaluation in a job of its own."""
         self._best = -math.inf
+        self._num_failed = 0
+        self._is_checked = False
         self.seconds = 0.0
 
     async def run(self, code: str) -> str:
         """Evaluate a program and return the end of its output."""
         outcome = await self._run([code])
-        return outcome.output_tail if outcome else ""
+        return "" if isinstance(outcome, _Failed) else outcome.output_tail
 
     async def score(self, codes: Sequence[str]) -> list[float | None]:
         """Score the programs, fewer if the limit is reached."""
@@ -507,45 +517,50 @@ class _VariantScorer:
             if scores and not self._limit.left():
                 break
             outcome = await self._run([code])
-            slowest_s = max(slowest_s, outcome.seconds if outcome else 0.0)
-            scores.append(self._score(outcome.metrics) if outcome else None)
+            slowest_s = max(slowest_s, outcome.seconds)
+            scores.append(self._score(outcome))
         self._slowest_s = slowest_s or math.inf
         self._best = max([self._best, *(score for score in scores if score is not None)])
         return scores
 
     async def _score_together(self, codes: Sequence[str]) -> list[float | None]:
-        """Score all in few jobs. Returns [] if one failed, or if a new best program has another
-        score in a job of its own: the evaluator or the program remembers earlier evaluations."""
+        """Score all in few jobs. Returns [] if one failed, or if a program has another score in a
+        job of its own: the evaluator or the program remembers earlier evaluations. Checked are each
+        new best program, and once the last one."""
         num = max(1, min(self._lanes, len(codes) // FEWEST_TOGETHER))
         ends = [len(codes) * lane // num for lane in range(num + 1)]
-        outcomes = await together(
-            self._run(codes[start:end], lane=lane)
-            for lane, (start, end) in enumerate(pairwise(ends))
-        )
-        variants = [read_variants(outcome) if outcome else [] for outcome in outcomes]
-        scores = [self._score(each) for each in chain(*variants)]
-        if len(scores) < len(codes):
+        parts = [codes[start:end] for start, end in pairwise(ends)]
+        outcomes = await together(self._run(part, lane=lane) for lane, part in enumerate(parts))
+        variants = [
+            [] if isinstance(outcome, _Failed) else read_variants(outcome, num=len(part))
+            for part, outcome in zip(parts, outcomes, strict=True)
+        ]
+        if not all(variants):
+            self._num_failed += 1
+            self._lanes = self._lanes if self._num_failed < MOST_FAILED else 0
             return []
+        scores = [self._evaluator.score(each) if each else None for each in chain(*variants)]
         best = max((score for score in scores if score is not None), default=-math.inf)
-        if best <= self._best:
-            return scores
-        checked = await self._run([codes[scores.index(best)]])
-        if checked is None or self._score(checked.metrics) != best:
-            self._lanes = 0
-            return []
-        self._best = best
+        places = set() if self._is_checked else {len(codes) - 1}
+        if best > self._best:
+            places.add(scores.index(best))
+        for place in sorted(places):
+            if self._score(await self._run([codes[place]])) != scores[place]:
+                self._lanes = 0
+                return []
+        self._is_checked = True
+        self._best = max(best, self._best)
         return scores
 
-    def _score(self, metrics: Metrics | None) -> float | None:
+    def _score(self, outcome: "EvaluationOutcome | _Failed") -> float | None:
+        metrics = {} if isinstance(outcome, _Failed) else outcome.metrics
         return self._evaluator.score(metrics) if metrics else None
 
-    async def _run(self, codes: Sequence[str], *, lane: int = 0) -> EvaluationOutcome | None:
+    async def _run(self, codes: Sequence[str], *, lane: int = 0) -> "EvaluationOutcome | _Failed":
         self._limit.num += len(codes)
-        began = time.monotonic()
         outcome = await self._evaluator.run(codes, self._lease, lane=lane)
-        spent_s = outcome.seconds if outcome else time.monotonic() - began
-        self._limit.spent_s += max(spent_s, SMALLEST_S)
-        if outcome is not None:
+        self._limit.spent_s += max(outcome.seconds, SMALLEST_S)
+        if not isinstance(outcome, _Failed):
             self.seconds += outcome.seconds
         return outcome
 

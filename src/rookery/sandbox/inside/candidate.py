@@ -239,6 +239,7 @@ def _evaluate(
 
     def run_variant(number: int, emit: Emit) -> None:
         variant = Path(path).with_name(f"variant{number}{settings['suffix']}")
+        variant.unlink(missing_ok=True)  # an earlier variant may have made it a link
         variant.write_bytes(settings["variants"][number].encode(errors="surrogatepass"))
         reseed(settings["seed"])
         if settings["isolate"]:

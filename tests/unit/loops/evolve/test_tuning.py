@@ -53,6 +53,10 @@ def test_what_has_no_numbers_has_none(code: str) -> None:
     assert lift_constants(code) == ()
 
 
+def test_a_long_sum_is_no_deep_recursion() -> None:
+    assert len(lift_constants("x = " + " + ".join(["0.5"] * 1500))) == 200
+
+
 def test_a_program_without_blocks_is_tuned_as_a_whole() -> None:
     assert [one.value for one in lift_constants("a = 3\r\nb = 4.0\r\n")] == [3.0, 4.0]
 

@@ -204,16 +204,17 @@ class NumberSearch:
 
 
 def _numbers(tree: ast.AST) -> Iterator[ast.Constant]:
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.JoinedStr | ast.match_case):
+    nodes = [tree]  # not recursive: a sum of a thousand terms is a tree of this depth
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.JoinedStr | ast.match_case):
             continue  # ast gives no offsets in f-strings; patterns are structure
-        if isinstance(child, ast.Subscript):
-            yield from _numbers(child.value)
-        elif isinstance(child, ast.Constant):
-            if _is_tunable(child.value):
-                yield child
-        else:
-            yield from _numbers(child)
+        if isinstance(node, ast.Subscript):
+            nodes.append(node.value)
+        elif not isinstance(node, ast.Constant):
+            nodes += ast.iter_child_nodes(node)
+        elif _is_tunable(node.value):
+            yield node
 
 
 def _is_tunable(value: object) -> bool:
