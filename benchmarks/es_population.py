@@ -9,8 +9,9 @@ does everything, in one run:
   model; drawn tokens per second.
 - members: the same requests, each to its member, made from seeds in `--slots` adapter slots.
 - step: `--steps` steps of `stages: [{type: es, population: ..., rank: 1}]` as `genome` does them,
-  with scoring, the run's files and the update. Overhead is the share of a step beyond the time of
-  the same requests in one call to loaded members.
+  with scoring, the run's files and the update. The first two, one without and one with an update,
+  warm up. Overhead is the share of a step beyond the time of the same requests in one call to
+  loaded members. A step's time before its first request and after its last answer is part of it.
 - stock: a member as a PEFT folder, `load_lora_adapter`, its answers, `unload_lora_adapter`; one
   member after another, and `--slots` of them at a time. `--stock-members` are timed.
 
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from rookery.fleet.http.wire import Fields, encode_body
 from rookery.fleet.perturbed import StepPopulation
 from rookery.fleet.staging import memory_folder
 from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
-from rookery.ports import Observer
+from rookery.ports import Observer, Sampler
 from rookery.reports import GenerationRecord
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -44,7 +45,16 @@ from rookery.tasks.scorers import PythonConfig
 from rookery.tasks.splits import SplitsConfig
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import load_template
-from rookery.types import Adapter, Completion, ModelRef, SampleRequest, SamplingParams, Task
+from rookery.types import (
+    Adapter,
+    Completion,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    Task,
+)
 from rookery.weights import write_adapter
 from rookery.weights.stack import LayerShape, Layout, random_adapter
 
@@ -53,25 +63,60 @@ SPLITS = SplitsConfig(search=0.8, select=0.1, report=0.1)
 SIGMA = 0.1
 
 
-class Clock(Observer[GenerationRecord]):
-    """Records the end of each generation and its number of answers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the strategy."""
 
-    def __init__(self) -> None:
-        self.ends: list[tuple[float, GenerationRecord]] = []
+    seconds: float
+    num_answers: int
+    before_s: float
+    """Seconds before its first request."""
+    after_s: float
+    """Seconds after its last answer."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.2f} s for {self.num_answers} answers, of it {self.before_s:.2f} s "
+            f"before and {self.after_s:.2f} s after them"
+        )
+
+
+class Clock(Observer[GenerationRecord]):
+    """Records the end of each generation, and of the requests between a sampler and its caller."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._calls: list[tuple[float, float]] = []
+        self._ends: list[tuple[float, GenerationRecord]] = []
 
     def on_step(self, step: GenerationRecord) -> None:
-        self.ends.append((time.perf_counter(), step))
+        self._ends.append((time.perf_counter(), step))
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        began = time.perf_counter()
+        answers = await self._sampler.sample(requests)
+        self._calls.append((began, time.perf_counter()))
+        return answers
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._sampler.score(requests)
 
     @property
-    def steps(self) -> list[tuple[float, int]]:
-        """Seconds and answers of every step of the strategy but the first, which warms up."""
-        pairs = zip(self.ends, self.ends[1:], strict=False)
-        found = [
-            (end - begin, step.num_rollouts)
-            for (begin, _), (end, step) in pairs
-            if step.num_candidates > 1
-        ]
-        return found[1:] or found
+    def steps(self) -> list[Step]:
+        """Every step of the strategy but the first two, which warm up."""
+        found = []
+        for (begin, _), (end, record) in zip(self._ends, self._ends[1:], strict=False):
+            calls = [call for call in self._calls if begin <= call[0] and call[1] <= end]
+            if record.num_candidates > 1 and calls:
+                found.append(
+                    Step(
+                        seconds=end - begin,
+                        num_answers=record.num_rollouts,
+                        before_s=min(began for began, _ in calls) - begin,
+                        after_s=end - max(ended for _, ended in calls),
+                    )
+                )
+        return found[2:] or found[-1:]
 
 
 async def reward(task: Task, completion: Completion) -> float:
@@ -163,8 +208,8 @@ class Measurement:
         await asyncio.gather(*map(self.fleet.unload, refs))
         return seconds
 
-    async def steps(self) -> list[tuple[float, int]]:
-        """Seconds and answers of steps as `genome` does them."""
+    async def steps(self) -> list[Step]:
+        """Steps as `genome` does them."""
         options = self.options
         stage = {
             "type": "es", "steps": options.steps, "population": options.members, "rank": 1,
@@ -179,13 +224,13 @@ class Measurement:
                 "merge_device": "cuda" if torch.cuda.is_available() else "cpu",
             }
         )
-        clock = Clock()
+        clock = Clock(self.fleet)
         with (
             tempfile.TemporaryDirectory() as scratch,
             Run.create(Path(scratch), kind="genome", config={}, name="es") as run,
         ):
             evaluator = TasksetEvaluator(
-                self.fleet, template=self.template, tasksets=[self.taskset], log=RolloutLog(run)
+                clock, template=self.template, tasksets=[self.taskset], log=RolloutLog(run)
             )
             inputs = GenomeInputs(
                 config=config,
@@ -239,12 +284,11 @@ async def measure(fleet: Fleet, options: argparse.Namespace) -> None:
         f"{least / drawn:.3f} of the base"
     )
     steps = await own.steps()
-    per_answer = statistics.median(seconds / answers for seconds, answers in steps)
+    per_answer = statistics.median(step.seconds / step.num_answers for step in steps)
     step_s = per_answer * own.num_answers
     print(
         f"step     {step_s:8.2f} s, overhead {1 - drawn / step_s:.3f}, "
-        f"{3600 / step_s:,.0f} steps an hour; measured: "
-        + ", ".join(f"{seconds:.2f} s for {answers} answers" for seconds, answers in steps)
+        f"{3600 / step_s:,.0f} steps an hour; measured: " + "; ".join(map(str, steps))
     )
     for together in dict.fromkeys((1, options.slots)):
         stock_s = await own.stock(together=together)
@@ -294,7 +338,7 @@ async def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--lora-rank", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--stock-members", type=int, default=16)
     parser.add_argument("--gpu-share", type=float, default=0.8)
     parser.add_argument("--no-compile", dest="compile", action="store_false", default=None)
