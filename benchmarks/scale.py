@@ -10,6 +10,7 @@ not grow: the last size may take `MOST_FLAT` times as long as the first.
 """
 
 import argparse
+import asyncio
 import itertools
 import math
 import sys
@@ -93,19 +94,22 @@ def log_rollouts(num_rollouts: int) -> Work:
         for i in range(num_rollouts)
     ]
 
-    def work() -> None:
+    blocks = [rollouts[first : first + 64] for first in range(0, num_rollouts, 64)]
+
+    async def work() -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
             Run.create(Path(folder), kind="scale", config={}) as run,
         ):
             log = RolloutLog(run)
-            for first in range(0, num_rollouts, 64):
-                block = rollouts[first : first + 64]
-                log.add([(rollout.task.id, model, rollout, 50) for rollout in block])
+            for block in blocks:
+                await log.add([(rollout.task.id, model, rollout, 50) for rollout in block])
             again = RolloutLog(run)
-            assert all(again.find(rollout.task.id, rollout.task, model) for rollout in rollouts)
+            for block in blocks:
+                asked = {rollout.task.id: (model, rollout.task) for rollout in block}
+                assert len(again.find(asked)) == len(block)
 
-    return work
+    return lambda: asyncio.run(work())
 
 
 def make_adapter_of(seed: int, *, size: int = 64, rank: int = 8) -> Adapter:

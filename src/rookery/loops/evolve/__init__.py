@@ -11,7 +11,7 @@ proposer.py      from a plan to a child: prompt, model, answer; children compare
 prompts.py       the prompt of an iteration: templates, history, artifacts
 prompt_tasks.py  prompts as programs, scored on tasks
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
-restoration.py   names that an answer left out, restored from the parent
+imports.py       imports that an answer left out
 program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, tuning
 tuning/          the numbers of a program, tuned
 problem.py       the first program, checked; the evaluator in a sandbox, as workers run it

@@ -12,6 +12,7 @@ from difflib import unified_diff
 from enum import StrEnum
 from itertools import chain
 
+from rookery.loops.evolve.imports import add_imports
 from rookery.loops.evolve.program import (
     ProgramRecord,
     find_file_problem,
@@ -19,7 +20,6 @@ from rookery.loops.evolve.program import (
     named_file,
     split_files,
 )
-from rookery.loops.evolve.restoration import restore_names
 from rookery.runs.disk import is_utf8
 
 __all__ = [
@@ -431,7 +431,6 @@ def read_answer(
             raise AnswerError(FailureKind.EMPTY, "The answer is empty.")
         child = _edit(answer, parent, rules) if rules.is_diff else _rewrite(answer, parent, rules)
         child = _keep_blocks(child, parent) if rules.enforce_blocks else child
-        child = child if rules.is_diff else _restore(child, parent, rules)
         _check_text(child.code, rules)
     except AnswerError as error:
         return AnswerFailure(kind=error.kind, message=error.message)
@@ -477,20 +476,12 @@ def _rewrite(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildPro
         code = _join(rewrite_files(answer, files=files))
     else:
         code = extract_rewrite(answer, language=rules.language)
+        code = add_imports(code, parent=parent.code) if rules.language == "python" else code
     if code.strip() == parent.code.strip():
         raise AnswerError(FailureKind.NO_CHANGE, "The rewrite is identical to the parent program.")
     return ChildProgram(
         code=code, changes="Full rewrite", changes_description=parent.changes_description
     )
-
-
-def _restore(child: ChildProgram, parent: ProgramRecord, rules: AnswerRules) -> ChildProgram:
-    if rules.is_prompt or rules.language != "python" or parent.files:
-        return child
-    code = restore_names(child.code, parent=parent.code, in_block=rules.enforce_blocks)
-    if code.strip() == parent.code.strip():
-        raise AnswerError(FailureKind.NO_CHANGE, "The rewrite is identical to the parent program.")
-    return replace(child, code=code)
 
 
 def _apply(code: str, blocks: Sequence[DiffBlock]) -> tuple[str, int]:
