@@ -363,7 +363,16 @@ def test_a_small_policy_is_served_twice_if_the_gpu_has_room(
     gib: int,
     num: int,
 ) -> None:
-    config = _on_gpu(tiny_folder, tmp_path, launch, changes)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(f'{{"prompt": "{n} =", "answer": "{n}"}}\n' for n in range(60)))
+    server = {"model": str(tiny_folder), "device": "cuda", **launch}
+    config = GrpoConfig.model_validate(
+        {
+            "engine": {"type": "fleet", "launch": server},
+            "tasksets": [{"type": "jsonl", "path": str(tasks), "scorer": {"type": "exact"}}],
+            **changes,
+        }
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(grpo_setup, "trainer_place", lambda _: ("cuda", "bfloat16"))
     monkeypatch.setattr(grpo_plan, "_memory", lambda _: gib * 2**30)
@@ -372,45 +381,3 @@ def test_a_small_policy_is_served_twice_if_the_gpu_has_room(
     settings = grpo_plan.plan_servers(config, setup)
     assert settings["servers_per_gpu"] == num
     assert 0.5 < float(str(settings["gpu_memory_utilization"])) < 0.95
-
-
-@pytest.mark.parametrize(
-    ("launch", "device", "is_beside"),
-    [
-        ({}, "cuda", True),
-        ({"spare_gpus": 1}, "cuda", False),
-        ({"device": "cpu"}, "cuda", False),
-        ({"device": "cpu"}, "cpu", True),
-        (None, "cuda", False),
-    ],
-)
-def test_gradients_wait_for_a_draw_only_on_its_device(
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launch: dict[str, Any] | None,
-    device: str,
-    is_beside: bool,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(grpo_setup, "trainer_place", lambda _: (device, "bfloat16"))
-    config = _on_gpu(tiny_folder, tmp_path, launch or {}, {})
-    if launch is None:
-        elsewhere = FleetConfig(urls=("http://127.0.0.1:1",))
-        config = config.model_copy(update={"engine": elsewhere, "tokenizer": str(tiny_folder)})
-    assert read_setup(config).place.has_engine == is_beside
-
-
-def _on_gpu(
-    folder: Path, tmp_path: Path, launch: dict[str, Any], changes: dict[str, Any]
-) -> GrpoConfig:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(f'{{"prompt": "{n} =", "answer": "{n}"}}\n' for n in range(60)))
-    server = {"model": str(folder), "device": "cuda", **launch}
-    return GrpoConfig.model_validate(
-        {
-            "engine": {"type": "fleet", "launch": server},
-            "tasksets": [{"type": "jsonl", "path": str(tasks), "scorer": {"type": "exact"}}],
-            **changes,
-        }
-    )

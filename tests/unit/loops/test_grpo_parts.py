@@ -32,7 +32,6 @@ from rookery.loops.grpo.batch import (
 )
 from rookery.loops.grpo.checkpoints import Selection
 from rookery.loops.grpo.group_source import BatchDrawer, GroupSource, Policy, TaskOrder, num_for
-from rookery.loops.grpo.loop import Lead
 from rookery.loops.grpo.policy_trainer import make_data, mean_gap
 from rookery.loops.grpo.sweep import JointTrainer
 from rookery.runs import Run
@@ -498,38 +497,3 @@ async def test_checkpoints_are_compared_on_the_tasks_that_both_answered(
         ]
         again = Selection(table, tasksets=tasksets, weights=UNUSED, run=run)
         assert (again.best, again.means) == (selection.best, selection.means)
-
-
-async def test_gradients_begin_so_that_they_end_with_the_draw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, lead, apart = [0.0], Lead(), Lead(can_wait=False)
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    async def step(*, gradients_s: float, draw_s: float, lead: Lead = lead) -> None:
-        drawn = asyncio.Event()
-        drawing = asyncio.create_task(drawn.wait())
-        lead_s, lead.seconds = lead.seconds, 0.0
-        await lead.begin(drawing)  # type: ignore[arg-type]
-        lead.seconds = lead_s
-        ends = sorted([(gradients_s, lead.note_gradients), (draw_s, drawn.set)])
-        for now[0], note in ends:
-            note()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await drawing
-        lead.adapt()
-
-    await step(gradients_s=3, draw_s=5)
-    assert lead.seconds == 1
-    await step(gradients_s=3, draw_s=5, lead=apart)
-    assert apart.seconds == 0
-    await step(gradients_s=4, draw_s=4.5)
-    assert lead.seconds == 1.25
-    await step(gradients_s=5, draw_s=4.5)
-    assert lead.seconds == 0.75
-    await step(gradients_s=9, draw_s=1)
-    assert lead.seconds == 0
-    lead.seconds = 1e6
-    async with asyncio.timeout(60):
-        await lead.begin(asyncio.create_task(asyncio.sleep(0)))  # type: ignore[arg-type]

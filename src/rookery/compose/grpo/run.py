@@ -314,7 +314,6 @@ def _inputs(
         drawer=source or _drawer(setup, engine, _params(config)),
         evaluator=_evaluator(setup, engine, run),
         decode=setup.template.decode,
-        has_engine_beside=setup.place.has_engine,
     )
 
 

@@ -58,8 +58,6 @@ class Place:
     device: str
     dtype: str
     """The dtype of the trainer's model."""
-    has_engine: bool = False
-    """True if the engine computes there too: it and the trainer slow each other."""
     has_servers: bool = False
     """True if servers started here run on the trainer's GPU."""
     has_all_servers: bool = False
@@ -170,14 +168,9 @@ def _find_place(engine: AnyEngineConfig) -> Place:
     device, dtype = trainer_place(engine)
     launch = launch_of(engine)
     if launch is None or device == "cpu" or launch.is_on_cpu or launch.spare_gpus:
-        has_engine = engine.type == "embedded" or (
-            launch is not None and device == "cpu" and launch.is_on_cpu
-        )
-        return Place(device=device, dtype=dtype, has_engine=has_engine)
+        return Place(device=device, dtype=dtype)
     has_all = num_replicas(launch) <= launch.per_gpu and gpus_each(launch) == 1
-    return Place(
-        device=device, dtype=dtype, has_engine=True, has_servers=True, has_all_servers=has_all
-    )
+    return Place(device=device, dtype=dtype, has_servers=True, has_all_servers=has_all)
 
 
 def _require_start(folder: Path) -> Path:

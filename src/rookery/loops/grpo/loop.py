@@ -14,8 +14,7 @@
     staleness 0     draw 0 | gradients 0 | step 0 | draw 1      | gradients 1 | step 1 | ...
     staleness 1     draw 0 | gradients 0 | step 0 | gradients 1 | step 1 | ...
                            | draw 1      |        | draw 2      |        |
-                    draw k + 1 uses the weights before step k, always; on the engine's device
-                    the gradients wait so that they end with the draw
+                    draw k + 1 uses the weights before step k, always
 
 | stage   | consumes                 | produces            | waits for                     |
 |---------|--------------------------|---------------------|-------------------------------|
@@ -93,8 +92,6 @@ class GrpoInputs:
     evaluator: Evaluator
     decode: Callable[[TokenIds], str] | None = None
     """Detokenizer, used to show answers token by token."""
-    has_engine_beside: bool = False
-    """True if engine and trainer compute on one device: they slow each other."""
 
 
 async def train_policy(
@@ -124,7 +121,6 @@ class Parts:
     selection: Selection
     log: StepLog
     budget: Budget
-    has_engine_beside: bool
 
     @property
     def trained(self) -> SavedWeights:
@@ -164,7 +160,6 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
         ),
         log=StepLog(run, observer=observer, decode=inputs.decode),
         budget=Budget(config.budget, run),
-        has_engine_beside=inputs.has_engine_beside,
     )
 
 
@@ -192,13 +187,13 @@ async def train(parts: Parts) -> None:
     spending = _Spending(parts, first)
     if first == config.steps or not await spending.has_room(first):
         return
-    seconds, lead = _Seconds(), Lead(can_wait=parts.has_engine_beside)
+    seconds = _Seconds()
     with seconds.spent_on("draw"):
         batch = await source.batch(first, policy=policy)
     for step in range(first, config.steps):
         spending.add(batch)
         is_last = step + 1 == config.steps or not await spending.has_room(step + 1)
-        trained, ahead = await _train_and_draw(parts, batch, policy, seconds, lead, is_last=is_last)
+        trained, ahead = await _train_and_draw(parts, batch, policy, seconds, is_last=is_last)
         if (step + 1) % config.publish_every == 0 or is_last:
             with seconds.spent_on("publish"):
                 policy = await parts.trainer.publish(step + 1)
@@ -242,7 +237,7 @@ class _Spending:
 
 
 async def _train_and_draw(
-    parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds", lead: "Lead", *, is_last: bool
+    parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds", *, is_last: bool
 ) -> tuple[dict[str, float], Batch | None]:
     """Train a batch and, with staleness 1, draw the next one at the same time.
 
@@ -256,50 +251,16 @@ async def _train_and_draw(
         drawing = None
         if config.staleness and not is_last:
             drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
-            with seconds.spent_on("draw"):
-                await lead.begin(drawing)
         with seconds.spent_on("train"):
             trained = await parts.trainer.gradients(rows)
-        lead.note_gradients()
         with seconds.spent_on("draw"):
             ahead = await drawing if drawing is not None else None
-    if drawing is not None:
-        lead.adapt()
     if batch.groups:
         with seconds.spent_on("train") as span:
             trained |= await parts.trainer.apply(step)
             # With shared memory the optimizer step publishes the weights too.
             span.publish_s = trained.pop("train/publish_s", 0.0)
     return trained, ahead
-
-
-class Lead:
-    """The time that a draw has before the gradients beside it begin. On one GPU, a draw is fastest
-    while all its answers are in progress, and leaves the GPU idle towards its end. So both should
-    end together: if the gradients ended first, they begin later in the next step. A trainer with a
-    device of its own cannot wait: it would end late whenever a draw is shorter than the last."""
-
-    def __init__(self, *, can_wait: bool = True) -> None:
-        self.seconds = 0.0
-        self._can_wait = can_wait
-        self._gradients_end_s = self._draw_end_s = 0.0
-
-    async def begin(self, drawing: asyncio.Task[Batch]) -> None:
-        """Wait before the gradients; not longer than the draw takes."""
-        drawing.add_done_callback(self._note_draw)
-        await asyncio.wait({drawing}, timeout=self.seconds)
-
-    def note_gradients(self) -> None:
-        self._gradients_end_s = time.perf_counter()
-
-    def adapt(self) -> None:
-        """Choose the next lead. Call it when both have ended."""
-        idle_s = self._draw_end_s - self._gradients_end_s
-        if self._can_wait:
-            self.seconds = max(0.0, self.seconds + (idle_s / 2 if idle_s > 0 else idle_s))
-
-    def _note_draw(self, _: object) -> None:
-        self._draw_end_s = time.perf_counter()
 
 
 async def _save(parts: Parts, policy: Policy) -> None:
